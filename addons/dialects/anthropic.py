@@ -30,7 +30,6 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
-    Object,
     Part,
     Reply,
     ReplyContext,
@@ -38,14 +37,13 @@ from rolltap.addons.dialects.call import (
     Tool,
     Usage,
     assistant_message,
-    dump_json,
     message_tool_call,
     sign,
     signed_call,
 )
 from rolltap.addons.dialects.claude_code import is_claude_code, normal_arguments
 from rolltap.addons.dialects.fields import Fields, Wording
-from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.json_values import Object, described, dump_json
 from rolltap.addons.dialects.tools import as_object, from_object, function_tool
 
 _WORDING = Wording("{place}: Input should be {expected}.", index=".{}")

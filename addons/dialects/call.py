@@ -1,28 +1,17 @@
-"""Types that all dialects decode to and encode from, and their functions on JSON and text."""
+"""Types that all dialects decode to and encode from."""
 
 import base64
 import binascii
 import hashlib
-import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from typing import Any, Literal
 
-from rolltap.addons.dialects.json_values import (
-    MOST_LEVELS,
-    TooManyLevels,
-    check_values,
-    nests_deeper,
-)
+from rolltap.addons.dialects.json_values import Object
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-
-Object = dict[str, Any]
-"""A JSON object."""
 
 Message = Object
 """A message in the form of `renderers`: `role` (system, user, assistant or tool), `content` (text),
@@ -42,85 +31,10 @@ Sampled arguments and their echo by a harness that rewrites them have the same n
 FREEFORM_ARGUMENT = "input"
 """The name of the only argument, a string, of the function that represents a freeform tool."""
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_LONE_SURROGATE = re.compile(
-    r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL
-)
-"""An escape of half a character, in a JSON text without escaped backslashes."""
 _MEDIA_TYPE = re.compile(r"(?:data:)?([a-z]{1,16}/[a-z0-9.+-]{1,80})(?=[;,]|\Z)", re.I)
 """A media type, alone or at the start of a `data:` URL."""
 _SIGNATURE = "rolltap:"
 _LONGEST_SIGNATURE = 256
-
-
-def _number(kind: type[float], text: str) -> float:
-    if not math.isfinite(float(text)):
-        raise ValueError(f"{text[:20]} is a number that JSON does not have")
-    return kind(text)
-
-
-_REAL = partial(_number, float)
-JSON = json.JSONDecoder(parse_int=partial(_number, int), parse_float=_REAL, parse_constant=_REAL)
-"""NaN, Infinity and numbers beyond the doubles are no JSON, unlike in Python: a run that holds one
-has columns that others cannot read."""
-
-
-def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
-    """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
-
-    Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and
-    `RecursionError`.
-    """
-    check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    text = text.decode() if isinstance(text, bytes) else text
-    return bounded_value(JSON.decode(text), text, most_levels)
-
-
-def bounded_value(value: Any, text: str, most_levels: int) -> Any:
-    """Return the value that was parsed from `text`, with all strings `well_formed`.
-
-    Raises `TooManyLevels`.
-    """
-    if nests_deeper(value, most_levels):
-        raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
-    # `json.dumps` writes each emoji as a pair
-    if _SURROGATE.search(text) and _LONE_SURROGATE.search(text.replace(r"\\", "  ")):
-        value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
-    return value
-
-
-def parse_arguments(text: str, most_levels: int = MOST_LEVELS) -> Any:
-    """Return the value of arguments in JSON, or `text` unchanged if that is refused."""
-    try:
-        return parse_json(text, most_levels)
-    except (ValueError, RecursionError):
-        return text
-
-
-def javascript_number(value: float) -> float:
-    """Return `value` rounded to a double, JavaScript's only number type.
-
-    An integral value is an int. An int outside the range of doubles is returned unchanged.
-    """
-    try:
-        value = float(value)
-        return int(value) if value.is_integer() else value
-    except OverflowError:
-        return value
-
-
-def well_formed(text: str) -> str:
-    """Return `text` with each lone surrogate replaced by U+FFFD.
-
-    JavaScript harnesses send lone surrogates when they cut a text inside a character. They cannot
-    be encoded as UTF-8, which tokenizers and Arrow strings require.
-    """
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def dump_json(value: Any) -> bytes:
-    """Return `value` as compact JSON in UTF-8, with `?` for each lone surrogate."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def sign(call_id: str) -> str:

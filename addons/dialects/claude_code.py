@@ -18,7 +18,8 @@ that are identified as Claude Code's.
 import re
 from typing import Any
 
-from rolltap.addons.dialects.call import Object, Tool, javascript_number, parse_arguments
+from rolltap.addons.dialects.call import Tool
+from rolltap.addons.dialects.json_values import Object, javascript_number, parse_arguments
 
 _LONGEST_DEFAULT = 256
 _NUMBER = re.compile(r"-?\d{1,300}(\.\d{1,300})?")

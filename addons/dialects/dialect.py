@@ -17,17 +17,21 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
-    Object,
     Part,
     Reply,
     ReplyContext,
     ServedModel,
     Usage,
     assistant_message,
-    dump_json,
 )
 from rolltap.addons.dialects.fields import LONGEST_NAME, Fields
-from rolltap.addons.dialects.json_values import is_word, recordable, recordable_tools
+from rolltap.addons.dialects.json_values import (
+    Object,
+    dump_json,
+    is_word,
+    recordable,
+    recordable_tools,
+)
 
 Operation = Literal["generate", "count_tokens", "models"]
 

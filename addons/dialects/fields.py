@@ -7,8 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rolltap.addons.dialects.call import DialectError, Object, parse_json
-from rolltap.addons.dialects.json_values import MOST_LEVELS_OF_A_BODY, TooManyValues, described
+from rolltap.addons.dialects.call import DialectError
+from rolltap.addons.dialects.json_values import (
+    MOST_LEVELS_OF_A_BODY,
+    Object,
+    TooManyValues,
+    described,
+    parse_json,
+)
 
 T = TypeVar("T")
 

@@ -27,21 +27,19 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
-    Object,
     Part,
     Reply,
     ReplyContext,
     ServedModel,
     Usage,
     assistant_message,
-    dump_json,
     message_tool_call,
     sign,
     signed_call,
     tool_call_id,
 )
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.json_values import is_word
+from rolltap.addons.dialects.json_values import Object, dump_json, is_word
 from rolltap.addons.dialects.protobuf import (
     WORDING,
     camel_case_fields,

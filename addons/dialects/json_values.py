@@ -1,5 +1,4 @@
-"""Bounds of JSON before it is parsed, and the part of a request's options that a run folder may
-hold.
+"""JSON of requests and replies: its bounds, its text, and the part that a run folder may hold.
 
 A few compressed bytes can be millions of values, in one call of C.
 
@@ -8,8 +7,10 @@ the `authorization` of an MCP server. Numbers, flags and short words are recorde
 """
 
 import json
+import math
 import re
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 MOST_VALUES = 500_000
@@ -25,6 +26,15 @@ MOST_LEVELS_OF_A_BODY = 128
 text, as objects."""
 
 _BEFORE_A_VALUE = b"[{,:"
+
+Object = dict[str, Any]
+"""A JSON object."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile(
+    r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL
+)
+"""An escape of half a character, in a JSON text without escaped backslashes."""
 
 
 class TooManyValues(ValueError):
@@ -96,6 +106,76 @@ def _find_quote(text: bytes, begin: int) -> int:
     return len(text) if quote < 0 else quote
 
 
+def _number(kind: type[float], text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text[:20]} is a number that JSON does not have")
+    return kind(text)
+
+
+_REAL = partial(_number, float)
+JSON = json.JSONDecoder(parse_int=partial(_number, int), parse_float=_REAL, parse_constant=_REAL)
+"""NaN, Infinity and numbers beyond the doubles are no JSON, unlike in Python: a run that holds one
+has columns that others cannot read."""
+
+
+def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
+    """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
+
+    Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and
+    `RecursionError`.
+    """
+    check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    text = text.decode() if isinstance(text, bytes) else text
+    return bounded_value(JSON.decode(text), text, most_levels)
+
+
+def bounded_value(value: Any, text: str, most_levels: int) -> Any:
+    """Return the value that was parsed from `text`, with all strings `well_formed`.
+
+    Raises `TooManyLevels`.
+    """
+    if nests_deeper(value, most_levels):
+        raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
+    # `json.dumps` writes each emoji as a pair
+    if _SURROGATE.search(text) and _LONE_SURROGATE.search(text.replace(r"\\", "  ")):
+        value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def parse_arguments(text: str, most_levels: int = MOST_LEVELS) -> Any:
+    """Return the value of arguments in JSON, or `text` unchanged if that is refused."""
+    try:
+        return parse_json(text, most_levels)
+    except (ValueError, RecursionError):
+        return text
+
+
+def javascript_number(value: float) -> float:
+    """Return `value` rounded to a double, JavaScript's only number type.
+
+    An integral value is an int. An int outside the range of doubles is returned unchanged.
+    """
+    try:
+        value = float(value)
+        return int(value) if value.is_integer() else value
+    except OverflowError:
+        return value
+
+
+def well_formed(text: str) -> str:
+    """Return `text` with each lone surrogate replaced by U+FFFD.
+
+    JavaScript harnesses send lone surrogates when they cut a text inside a character. They cannot
+    be encoded as UTF-8, which tokenizers and Arrow strings require.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def dump_json(value: Any) -> bytes:
+    """Return `value` as compact JSON in UTF-8, with `?` for each lone surrogate."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
 _WORD = re.compile(r"[\w.:/+-]{0,32}", re.ASCII)
 """Names of an API, for instance `web_search_20250305`.
 
@@ -111,7 +191,7 @@ _TOOL_KEYS = ("type", "name", "server_label")
 """Fields of a hosted tool that hold no secret. Others may be keys, headers and addresses."""
 
 
-def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
+def recordable(options: Object, names: Collection[str] = ()) -> Object:
     """Return options of a request as they are recorded. `names` may be recorded: the tools' names.
 
     Other texts than short words become their number of characters, as does an option of more than
@@ -121,7 +201,7 @@ def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str
     return {key: _bounded(value) for key, value in cleaned.items()}
 
 
-def recordable_tools(tools: list[dict[str, Any]]) -> list[Any]:
+def recordable_tools(tools: list[Object]) -> list[Any]:
     """Return hosted tools as they are recorded: by type and name.
 
     Of more than `_MOST_TOOLS` tools, the others become their number.
@@ -168,7 +248,7 @@ def _cleaned(value: Any, names: Collection[str], depth: int = 0) -> Any:
         return [_cleaned(inner, names, depth + 1) for inner in value]
     if not isinstance(value, dict):
         return value
-    cleaned: dict[str, Any] = {}
+    cleaned: Object = {}
     for key, inner in value.items():
         if key not in _APPLIED:
             cleaned[_short(key)] = _cleaned(inner, names, depth + 1)

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Iterable
 
-from rolltap.addons.dialects.call import DialectError, Object, Part, dump_json
+from rolltap.addons.dialects.call import DialectError, Part
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, Wording
-from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.json_values import Object, described, dump_json
 
 WORDING = Wording("'{place}' must be {expected}.")
 

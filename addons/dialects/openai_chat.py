@@ -20,7 +20,6 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
-    Object,
     Part,
     Reply,
     ReplyContext,
@@ -28,11 +27,10 @@ from rolltap.addons.dialects.call import (
     Usage,
     WireTool,
     assistant_message,
-    dump_json,
     message_tool_call,
-    parse_arguments,
 )
 from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.json_values import Object, dump_json, parse_arguments
 from rolltap.addons.dialects.openai import (
     WORDING,
     OpenAIDialect,

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from rolltap.addons.dialects.call import Object
 from rolltap.addons.dialects.fields import Fields, Wording
+from rolltap.addons.dialects.json_values import Object
 
 _SNAKE = re.compile(r"(?<=[a-z0-9])_([a-z0-9])")
 _CAMEL = re.compile(r"(?<=[a-z0-9])([A-Z])")

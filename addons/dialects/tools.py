@@ -4,8 +4,8 @@ wire."""
 import json
 from typing import Any
 
-from rolltap.addons.dialects.call import FREEFORM_ARGUMENT, Object, Reply, Tool, parse_arguments
-from rolltap.addons.dialects.json_values import MOST_LEVELS
+from rolltap.addons.dialects.call import FREEFORM_ARGUMENT, Reply, Tool
+from rolltap.addons.dialects.json_values import MOST_LEVELS, Object, parse_arguments
 
 _UNPARSED = "INVALID_JSON"
 """The key of the object that carries arguments which are not a JSON object, as text."""

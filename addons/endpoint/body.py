@@ -26,7 +26,12 @@ from rolltap.addons.concurrency import finished_in
 from rolltap.addons.dialects.call import DialectError, ModelCall, Part
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.json_values import JSON, MOST_LEVELS_OF_A_BODY, bounded_value, check_values
+from rolltap.addons.dialects.json_values import (
+    JSON,
+    MOST_LEVELS_OF_A_BODY,
+    bounded_value,
+    check_values,
+)
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's

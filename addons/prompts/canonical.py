@@ -26,7 +26,8 @@ from typing import Any
 
 import orjson
 
-from rolltap.addons.dialects.call import Message, ModelCall, javascript_number
+from rolltap.addons.dialects.call import Message, ModelCall
+from rolltap.addons.dialects.json_values import javascript_number
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 

@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.dialects.call import Tool, ToolCall, parse_json, well_formed
+from rolltap.addons.dialects.call import Tool, ToolCall
+from rolltap.addons.dialects.json_values import parse_json, well_formed
 
 UNREADABLE = (
     ValueError,

@@ -12,7 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rolltap.addons.dialects.call import Message, ModelCall, Reply, Tool, parse_arguments
+from rolltap.addons.dialects.call import Message, ModelCall, Reply, Tool
+from rolltap.addons.dialects.json_values import parse_arguments
 from rolltap.addons.dialects.tools import calls_as_text
 from rolltap.addons.prompts.families import UNREADABLE, Family
 from rolltap.addons.prompts.tokenizer import TokenTexts

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from rolltap.addons.dialects.call import well_formed
+from rolltap.addons.dialects.json_values import well_formed
 from rolltap.addons.store.records import (
     CALL_SCHEMA,
     DIGEST,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from rolltap.addons.dialects.call import parse_arguments
+from rolltap.addons.dialects.json_values import parse_arguments
 from rolltap.addons.store.records import Call
 from rolltap.trainer.traces.tree import parents_first, path_to
 

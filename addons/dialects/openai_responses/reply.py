@@ -24,7 +24,6 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
-    Object,
     Reply,
     ReplyContext,
     ServedModel,
@@ -32,9 +31,9 @@ from rolltap.addons.dialects.call import (
     Usage,
     WireTool,
     sign,
-    well_formed,
 )
 from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.json_values import Object, well_formed
 from rolltap.addons.dialects.tools import freeform_input
 
 

@@ -23,7 +23,6 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
-    Object,
     Part,
     Reply,
     ReplyContext,
@@ -32,13 +31,11 @@ from rolltap.addons.dialects.call import (
     Usage,
     WireTool,
     assistant_message,
-    dump_json,
     message_tool_call,
-    parse_arguments,
     signed_call,
 )
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.json_values import Object, described, dump_json, parse_arguments
 from rolltap.addons.dialects.openai import (
     WORDING,
     OpenAIDialect,

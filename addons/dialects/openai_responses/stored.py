@@ -24,14 +24,12 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
-    Object,
     Reply,
     ReplyContext,
     message_tool_call,
-    parse_arguments,
 )
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.json_values import Object, described, parse_arguments
 from rolltap.addons.dialects.openai_responses.reply import output_items
 
 NAMING_API = "openai-responses"

@@ -4,14 +4,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rolltap.addons.dialects import dialect
-from rolltap.addons.dialects.call import (
-    ContextOverflow,
-    DialectError,
-    Object,
-    Reply,
-    ReplyContext,
-    Usage,
-)
+from rolltap.addons.dialects.call import ContextOverflow, DialectError, Reply, ReplyContext, Usage
+from rolltap.addons.dialects.json_values import Object
 from rolltap.addons.dialects.openai_responses.reply import (
     ending,
     is_compaction,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, ToolCall, parse_arguments
+from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, ToolCall
+from rolltap.addons.dialects.json_values import parse_arguments
 from tests.addons.dialects import apis
 from tests.addons.dialects.apis import APIS, ARRAY, CHAT, GEMINI, MESSAGES, RESPONSES, USAGE, every_api, parse, streamed
 from tests.deep import examples

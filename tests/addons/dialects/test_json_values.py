@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import json_values
-from rolltap.addons.dialects.call import DialectError, parse_arguments
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.json_values import check_values, described, recordable, recordable_tools
+from rolltap.addons.dialects.json_values import check_values, described, parse_arguments, recordable, recordable_tools
 from tests.addons.dialects.apis import RESPONSES
 from tests.deep import examples
 

@@ -12,7 +12,8 @@ from google.genai import errors, types
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.responses import Response
 
-from rolltap.addons.dialects.call import ContextOverflow, DialectError, Reply, ToolCall, parse_arguments
+from rolltap.addons.dialects.call import ContextOverflow, DialectError, Reply, ToolCall
+from rolltap.addons.dialects.json_values import parse_arguments
 from tests.addons.dialects.server import Server
 
 USER = {"role": "user", "content": "Hi"}
