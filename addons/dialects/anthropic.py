@@ -35,6 +35,7 @@ from rolltap.addons.dialects.call import (
     ReplyContext,
     ServedModel,
     Tool,
+    ToolCall,
     Usage,
     assistant_message,
     message_tool_call,
@@ -150,9 +151,10 @@ class AnthropicMessages(dialect.Dialect):
             content.append({"type": "text", "text": reply.content})
         for call in reply.tool_calls:
             arguments = as_object(call.arguments)
-            use = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
-            content.append(use)
-        return dump_json({**_message(context, usage), "content": content, **_stop(reply)})
+            content.append(_tool_use(call, arguments))
+        message = _message(context, usage)
+        message["content"] = content
+        return dump_json(message | _stop(reply))
 
     def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
         return _StreamEncoder(context)
@@ -216,7 +218,9 @@ def _read_tools(fields: Fields, model_call: ModelCall) -> dict[str, Tool]:
         tools[name] = function_tool(name, tool.maybe("description", str), schema)
         if tool["defer_loading"] is not True:
             model_call.tools.append(tools[name])
-    offered = {*tools, *(str(tool.get("name")) for tool in hosted)}
+    offered = set(tools)
+    for tool_of_type in hosted:
+        offered.add(str(tool_of_type.get("name")))
     servers = [server.values for server in fields.objects("mcp_servers")]
     choice = fields.inner("tool_choice")
     if choice["type"] == "tool" and str(choice["name"]) not in offered and not servers:
@@ -242,7 +246,8 @@ class _Blocks:
             if text and not text.startswith(_BILLING):
                 texts.append(text)
         if texts:
-            self._part.messages.append({"role": "system", "content": "\n\n".join(texts)})
+            text = "\n\n".join(texts)
+            self._part.messages.append({"role": "system", "content": text})
         return self._part
 
     def read_message(self, message: Fields) -> Part:
@@ -270,13 +275,14 @@ class _Blocks:
             match block.text("type"):
                 case "thinking":
                     thoughts.append(block.text("thinking"))
-                    call_id = call_id or signed_call(block.maybe("signature", str))
+                    call_id = call_id or signed_call(block["signature"])
                 case "redacted_thinking":
-                    call_id = call_id or signed_call(block.maybe("data", str))
+                    call_id = call_id or signed_call(block["data"])
                 case "tool_use":
                     name = block.name("name")
                     arguments = from_object(block.object("input"))
-                    tool_calls.append(message_tool_call(block.identifier("id"), name, arguments))
+                    call = message_tool_call(block.identifier("id"), name, arguments)
+                    tool_calls.append(call)
                 case _:
                     texts.append(self._text(block))
         message = assistant_message("".join(texts), "".join(thoughts), tool_calls, call_id)
@@ -294,10 +300,15 @@ class _Blocks:
             self._part.messages.append({"role": role, "content": text})
 
     def _tool_result(self, block: Fields) -> Message:
-        text = "\n".join(self._text(inner) for inner in _blocks(block, "content"))
+        texts = [self._text(inner) for inner in _blocks(block, "content")]
+        text = "\n".join(texts)
         if block["is_error"] is True:
             text = f"Error: {text}"  # chat templates have no field for the flag
-        return {"role": "tool", "content": text, "tool_call_id": block.identifier("tool_use_id")}
+        return {
+            "role": "tool",
+            "content": text,
+            "tool_call_id": block.identifier("tool_use_id"),
+        }
 
     def _text(self, block: Fields) -> str:
         """Return the text of a block that is allowed in any message.
@@ -368,9 +379,8 @@ class _StreamEncoder(dialect.StreamEncoder):
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         events = self._close()
         for call in reply.tool_calls:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             arguments = dump_json(as_object(call.arguments)).decode()
-            events += self._start(block)
+            events += self._start(_tool_use(call, {}))
             events += self._delta({"type": "input_json_delta", "partial_json": arguments})
             events += self._stop()
         events += _event("message_delta", delta=_stop(reply), usage=_usage(usage))
@@ -422,6 +432,15 @@ def _message(context: ReplyContext, usage: Usage) -> Object:
         "role": "assistant",
         "model": context.model_call.model,
         "usage": _usage(usage),
+    }
+
+
+def _tool_use(call: ToolCall, arguments: Object) -> Object:
+    return {
+        "type": "tool_use",
+        "id": call.id,
+        "name": call.name,
+        "input": arguments,
     }
 
 

@@ -46,9 +46,9 @@ def sign(call_id: str) -> str:
     return base64.b64encode((_SIGNATURE + call_id).encode()).decode()
 
 
-def signed_call(signature: str | None) -> str | None:
+def signed_call(signature: Any) -> str | None:
     """Return the id of the call whose `sign` wrote an opaque field, or None for another field."""
-    if signature is None or len(signature) > _LONGEST_SIGNATURE:
+    if not isinstance(signature, str) or len(signature) > _LONGEST_SIGNATURE:
         return None
     try:
         text = base64.b64decode(signature, validate=True).decode()
@@ -237,7 +237,9 @@ class ModelCall:
             return None
         if self.reply_is_enum:
             return {"choice": self.schema["enum"]}
-        return {"json": self.schema} if self.schema else {"json_object": True}
+        if self.schema:
+            return {"json": self.schema}
+        return {"json_object": True}
 
     @property
     def tool_names(self) -> set[str]:
@@ -297,7 +299,9 @@ class Reply:
 
     def to_message(self) -> Message:
         """Return the reply as a message, with the arguments of tool calls as text."""
-        calls = [message_tool_call(call.id, call.name, call.arguments) for call in self.tool_calls]
+        calls = []
+        for call in self.tool_calls:
+            calls.append(message_tool_call(call.id, call.name, call.arguments))
         return assistant_message(self.content, self.reasoning, calls)
 
 

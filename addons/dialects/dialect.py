@@ -153,7 +153,8 @@ class Dialect(ABC):
         if name:
             named = ServedModel(name, models[0].context_window)
             return dump_json(self.model_entry(named, created))
-        return dump_json(self.model_list([self.model_entry(model, created) for model in models]))
+        entries = [self.model_entry(model, created) for model in models]
+        return dump_json(self.model_list(entries))
 
     @abstractmethod
     def model_entry(self, model: ServedModel, created: int) -> Object:
@@ -264,11 +265,15 @@ def _is_assistant(part: Part) -> bool:
 def _joined(messages: list[Message], separator: str) -> Message:
     if len(messages) == 1:
         return messages[0]
+    contents: list[str] = []
+    thoughts: list[str] = []
     tool_calls: list[Object] = []
     call_id = None
     for message in messages:
+        contents.append(message["content"])
+        thoughts.append(message.get("reasoning_content", ""))
         tool_calls += message.get("tool_calls", ())
         call_id = call_id or message.get("call_id")
-    content = separator.join(filter(None, [message["content"] for message in messages]))
-    reasoning = [message.get("reasoning_content") for message in messages]
-    return assistant_message(content, separator.join(filter(None, reasoning)), tool_calls, call_id)
+    content = separator.join(filter(None, contents))
+    reasoning = separator.join(filter(None, thoughts))
+    return assistant_message(content, reasoning, tool_calls, call_id)

@@ -113,7 +113,12 @@ class Fields:
             return None
         return read(self, key)
 
-    def text(self, key: str, absent: str | None = None, longest: int | None = None) -> str:
+    def text(
+        self,
+        key: str,
+        absent: str | None = None,
+        longest: int | None = None,
+    ) -> str:
         """Return a string of at most `longest` characters, which may be empty.
 
         `absent` is returned for an absent field, unless it is None. Raises.
@@ -172,7 +177,8 @@ class Fields:
 
         An absent field is an empty list.
         """
-        for index, element in enumerate(self.elements(key, expected)[start:], start):
+        elements = self.elements(key, expected)
+        for index, element in enumerate(elements[start:], start):
             yield self.element(key, index, element)
 
     def element(self, key: str, index: int, value: Any) -> "Fields":
@@ -200,20 +206,35 @@ class Fields:
         Raises, also if they are too many or long.
         """
         texts = self.texts(key)
-        if len(texts) > _MOST_STOPS or sum(map(len, texts)) > _LONGEST_STOPS:
+        length = sum(map(len, texts))
+        if len(texts) > _MOST_STOPS or length > _LONGEST_STOPS:
             most = f"at most {_MOST_STOPS} texts of {_LONGEST_STOPS} characters in total"
             raise self.refusal(key, most)
         return texts
 
     def chosen(self, keys: Iterable[str]) -> Object:
         """Return the fields among `keys` that are present, unchanged."""
-        return {key: self[key] for key in keys if self[key] is not None}
+        chosen: Object = {}
+        for key in keys:
+            if self.values.get(key) is not None:
+                chosen[key] = self.values[key]
+        return chosen
 
     def texts_by_place(self, *keys: str) -> dict[str, str]:
         """Return place -> string for those fields among `keys` that are strings."""
-        return {self.place(key): self[key] for key in keys if isinstance(self[key], str)}
+        texts: dict[str, str] = {}
+        for key in keys:
+            if isinstance(self[key], str):
+                texts[self.place(key)] = self[key]
+        return texts
 
-    def _required(self, key: str, kind: type[T], expected: str, absent: T | None = None) -> T:
+    def _required(
+        self,
+        key: str,
+        kind: type[T],
+        expected: str,
+        absent: T | None = None,
+    ) -> T:
         value = self.values.get(key)
         if value is None:
             value = absent

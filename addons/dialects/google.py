@@ -106,9 +106,16 @@ class GoogleGenerateContent(dialect.Dialect):
         match = _METHOD.fullmatch(path)
         if method != "POST" or match is None:
             return None
-        return "count_tokens" if match["method"] == "countTokens" else "generate"
+        if match["method"] == "countTokens":
+            return "count_tokens"
+        return "generate"
 
-    def decode(self, request: Object, target: str, known: Sequence[Part] = ()) -> ModelCall:
+    def decode(
+        self,
+        request: Object,
+        target: str,
+        known: Sequence[Part] = (),
+    ) -> ModelCall:
         match = _METHOD.fullmatch(target.partition("?")[0])
         assert match is not None
         model = Fields({"model": unquote(match["model"])}, WORDING).label("model")
@@ -193,7 +200,7 @@ def _refuse_unsupported(fields: Fields, config: Fields, model: str) -> None:
         raise config.refusal("candidateCount", "1")
     if config["responseLogprobs"] or config["logprobs"]:
         raise DialectError(f"Logprobs is not enabled for models/{model}")
-    if any(modality != "TEXT" for modality in config.elements("responseModalities")):
+    if config["responseModalities"] not in (None, [], ["TEXT"]):
         raise config.refusal("responseModalities", "['TEXT']")
     if config["responseMimeType"] not in (None, "", "text/plain", "application/json", _ENUM):
         expected = f"'text/plain', 'application/json' or '{_ENUM}'"
@@ -217,7 +224,8 @@ def _read_tool(tool: Fields, call: ModelCall) -> None:
     for function in repeated_field(tool, "functionDeclarations"):
         name = function.tool_name("name")
         parameters = schema_field(function, "parametersJsonSchema", "parameters")
-        call.tools.append(function_tool(name, function.maybe("description", str), parameters))
+        description = function.maybe("description", str)
+        call.tools.append(function_tool(name, description, parameters))
     for kind in tool.values:
         if kind != "functionDeclarations":
             call.hosted_tools.append({"type": kind})
@@ -252,7 +260,7 @@ def _part(content: Fields) -> Part:
     calls: list[Object] = []
     call_id: str | None = None
     for piece in repeated_field(content, "parts"):
-        call_id = call_id or signed_call(piece.maybe("thoughtSignature", str))
+        call_id = call_id or signed_call(piece["thoughtSignature"])
         if is_model and piece["functionCall"] is not None:
             calls.append(_tool_call(message_field(piece, "functionCall")))
         elif not is_model and piece["functionResponse"] is not None:
@@ -266,7 +274,8 @@ def _part(content: Fields) -> Part:
         for index, call in enumerate(calls):
             if call_id and not call["id"]:
                 call["id"] = tool_call_id(call_id, index)
-        part.messages.append(assistant_message(text, "".join(thoughts), calls, call_id))
+        message = assistant_message(text, "".join(thoughts), calls, call_id)
+        part.messages.append(message)
     elif text or not part.messages:
         part.messages.append({"role": "user", "content": text})
     return part
@@ -355,15 +364,19 @@ def _response(
 
     A whole reply and the last chunk have `reply` and `usage`.
     """
-    candidate: Object = {"content": {"role": "model", "parts": parts}, "index": 0}
+    candidate: Object = {
+        "content": {"role": "model", "parts": parts},
+        "index": 0,
+    }
     response: Object = {
         "candidates": [candidate],
         "modelVersion": context.model_call.model,
         "responseId": context.call_id,
     }
     if reply is not None:
-        is_cut = reply.finish_reason == "length"
-        candidate["finishReason"] = "MAX_TOKENS" if is_cut else "STOP"
+        candidate["finishReason"] = "STOP"
+        if reply.finish_reason == "length":
+            candidate["finishReason"] = "MAX_TOKENS"
     if usage is not None:
         response["usageMetadata"] = {
             "promptTokenCount": usage.prompt,
@@ -390,7 +403,8 @@ def _last_parts(context: ReplyContext, reply: Reply) -> list[Object]:
     parts: list[Object] = []
     for call in reply.tool_calls:
         arguments = as_object(call.arguments, _MOST_LEVELS)
-        parts.append({"functionCall": {"id": call.id, "name": call.name, "args": arguments}})
+        function_call = {"id": call.id, "name": call.name, "args": arguments}
+        parts.append({"functionCall": function_call})
     if not parts:
         parts.append({"text": ""})
     parts[0]["thoughtSignature"] = sign(context.call_id)
@@ -406,7 +420,12 @@ def _error(error: DialectError) -> Object:
         )
     others = "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL"
     status = _STATUS.get(error.status, others)
-    return {"error": {"code": error.status, "message": message, "status": status}}
+    body = {
+        "code": error.status,
+        "message": message,
+        "status": status,
+    }
+    return {"error": body}
 
 
 class _EventStreamEncoder(dialect.StreamEncoder):
@@ -419,7 +438,9 @@ class _EventStreamEncoder(dialect.StreamEncoder):
     def delta(self, reasoning: str, content: str) -> bytes:
         """Return a chunk of new text. Reasoning that is not sent becomes a keep-alive."""
         parts = _text_parts(self._context, reasoning, content)
-        return self._chunk(_response(self._context, parts)) if parts else self.keep_alive()
+        if not parts:
+            return self.keep_alive()
+        return self._chunk(_response(self._context, parts))
 
     def keep_alive(self) -> bytes:
         """Return a blank line, because Gemini CLI's parser does not accept SSE comments."""
@@ -433,7 +454,8 @@ class _EventStreamEncoder(dialect.StreamEncoder):
         return self._chunk(_error(error))
 
     def _chunk(self, value: Object) -> bytes:
-        return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\r\n\r\n"
+        text = json.dumps(value, separators=(",", ":"))
+        return f"data: {text}\r\n\r\n".encode()
 
 
 class _ArrayStreamEncoder(_EventStreamEncoder):

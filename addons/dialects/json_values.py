@@ -41,10 +41,6 @@ class TooManyValues(ValueError):
     """A JSON text that would become too many values."""
 
 
-class TooManyLevels(ValueError):
-    """A JSON text whose objects and lists are nested too deep."""
-
-
 def nests_deeper(value: Any, levels: int) -> bool:
     """Return True when objects and lists in `value` are nested more than `levels` deep."""
     level = [value]
@@ -91,7 +87,9 @@ def _outside_of_texts(text: bytes) -> int:
     Ends soon after `MOST_VALUES`.
     """
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = texts = begin = 0
+    marks = 0
+    texts = 0
+    begin = 0
     while begin < len(plain) and max(marks, texts) <= MOST_VALUES:
         quote = _find_quote(plain, begin)
         marks += _marks(plain[begin:quote])
@@ -121,24 +119,27 @@ has columns that others cannot read."""
 def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
     """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
 
-    Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and
-    `RecursionError`.
+    Raises `ValueError`, `TooManyValues` (a kind of it) and `RecursionError`.
     """
-    check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    text = text.decode() if isinstance(text, bytes) else text
+    if isinstance(text, str):
+        check_values(text.encode("utf-8", "surrogatepass"))
+    else:
+        check_values(text)
+        text = text.decode()
     return bounded_value(JSON.decode(text), text, most_levels)
 
 
 def bounded_value(value: Any, text: str, most_levels: int) -> Any:
     """Return the value that was parsed from `text`, with all strings `well_formed`.
 
-    Raises `TooManyLevels`.
+    Raises `ValueError` when it is nested deeper.
     """
     if nests_deeper(value, most_levels):
-        raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
+        raise ValueError(f"it is nested more than {most_levels} levels deep")
     # `json.dumps` writes each emoji as a pair
     if _SURROGATE.search(text) and _LONE_SURROGATE.search(text.replace(r"\\", "  ")):
-        value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
+        written = json.dumps(value, ensure_ascii=False)
+        return json.loads(well_formed(written))
     return value
 
 
@@ -173,7 +174,8 @@ def well_formed(text: str) -> str:
 
 def dump_json(value: Any) -> bytes:
     """Return `value` as compact JSON in UTF-8, with `?` for each lone surrogate."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
 
 
 _WORD = re.compile(r"[\w.:/+-]{0,32}", re.ASCII)
@@ -197,8 +199,11 @@ def recordable(options: Object, names: Collection[str] = ()) -> Object:
     Other texts than short words become their number of characters, as does an option of more than
     `_LONGEST`. JSON schemas are left out.
     """
-    cleaned = _cleaned(options, names)
-    return {key: _bounded(value) for key, value in cleaned.items()}
+    recorded: Object = {}
+    for key, value in _cleaned(options, names).items():
+        length = len(json.dumps(value))
+        recorded[key] = value if length <= _LONGEST else f"({length} characters)"
+    return recorded
 
 
 def recordable_tools(tools: list[Object]) -> list[Any]:
@@ -253,11 +258,6 @@ def _cleaned(value: Any, names: Collection[str], depth: int = 0) -> Any:
         if key not in _APPLIED:
             cleaned[_short(key)] = _cleaned(inner, names, depth + 1)
     return cleaned
-
-
-def _bounded(value: Any) -> Any:
-    length = len(json.dumps(value))
-    return value if length <= _LONGEST else f"({length} characters)"
 
 
 def _short(text: str) -> str:

@@ -42,7 +42,13 @@ def error_body(error: DialectError, code: str | int) -> Object:
         kind = error.code  # LiteLLM retries an error of the type invalid_request_error
     elif error.status >= 500:
         kind = "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
+    body = {
+        "message": str(error),
+        "type": kind,
+        "param": None,
+        "code": code,
+    }
+    return {"error": body}
 
 
 def read_content(fields: Fields, key: str, element: Part) -> str:
@@ -102,7 +108,9 @@ def require_offered(choice: Fields, offered: Collection[str]) -> None:
         choices = [_flat(tool) for tool in choices[0].objects("tools")]
     for tool in choices:
         name = tool.maybe("name", str)
-        if tool["type"] in ("function", "custom") and name is not None and name not in offered:
+        if tool["type"] not in ("function", "custom") or name is None:
+            continue
+        if name not in offered:
             raise DialectError(f"Tool choice {described(name)} not found in 'tools' parameter.")
 
 

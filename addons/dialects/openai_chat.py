@@ -126,7 +126,8 @@ class OpenAIChat(OpenAIDialect):
             "finish_reason": reply.finish_reason,
         }
         whole = _completion(context, "chat.completion", [choice])
-        return dump_json({**whole, "usage": _usage(usage)})
+        whole["usage"] = _usage(usage)
+        return dump_json(whole)
 
     def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
         return _StreamEncoder(context)
@@ -150,7 +151,7 @@ def _refuse_options(fields: Fields) -> None:
     refuse_unsupported(fields, [*_UNSUPPORTED, *_UNSUPPORTED_OF_VLLM])
     older = ["functions", "function_call"]
     refuse_unsupported(fields, older, "Use 'tools' and 'tool_choice' instead.")
-    if any(modality != "text" for modality in fields.elements("modalities")):
+    if fields["modalities"] not in (None, [], ["text"]):
         raise fields.refusal("modalities", "['text']")
 
 
@@ -237,18 +238,24 @@ class _StreamEncoder(dialect.StreamEncoder):
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         events = b""
         for index, call in enumerate(_wire_calls(self._context, reply)):
-            events += self._chunk({"tool_calls": [{"index": index, **call}]})
+            call["index"] = index
+            events += self._chunk({"tool_calls": [call]})
         events += self._chunk({}, reply.finish_reason)
         if self._context.model_call.include_usage:
             last = _completion(self._context, _CHUNK, [])
-            events += dialect.server_event({**last, "usage": _usage(usage)})
+            last["usage"] = _usage(usage)
+            events += dialect.server_event(last)
         return events + b"data: [DONE]\n\n"
 
     def error(self, error: DialectError) -> bytes:
         return dialect.server_event(error_body(error, error.status))
 
     def _chunk(self, delta: Object, finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "finish_reason": finish_reason,
+        }
         return dialect.server_event(_completion(self._context, _CHUNK, [choice]))
 
 

@@ -18,7 +18,11 @@ def camel_case_fields(values: Object) -> Object:
 
     Protobuf's JSON encoding accepts each field name in camelCase and in snake_case.
     """
-    return {_camel(name): value for name, value in values.items() if value is not None}
+    fields: Object = {}
+    for name, value in values.items():
+        if value is not None:
+            fields[_camel(name)] = value
+    return fields
 
 
 def message_field(fields: Fields, key: str) -> Fields:
@@ -26,7 +30,8 @@ def message_field(fields: Fields, key: str) -> Fields:
 
     Raises `DialectError`.
     """
-    return fields.at(key, camel_case_fields(fields.object(key, {})))
+    message = fields.object(key, {})
+    return fields.at(key, camel_case_fields(message))
 
 
 def repeated_field(fields: Fields, key: str, start: int = 0) -> Iterable[Fields]:
@@ -58,12 +63,14 @@ def json_schema(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    source = {_camel(keyword): value for keyword, value in schema.items()}
-    nullable = source.pop("nullable", None) is True
-    ordering = source.pop("propertyOrdering", None)
+    ordering = schema.get("propertyOrdering", schema.get("property_ordering"))
+    nullable = schema.get("nullable") is True
     converted: Object = {}
-    for keyword, value in source.items():
+    for name, value in schema.items():
+        keyword = _camel(name)
         match keyword, value:
+            case (("nullable" | "propertyOrdering"), _):
+                pass
             case "type", list():
                 converted["type"] = [kind.lower() for kind in value if isinstance(kind, str)]
             case "type", _:
@@ -90,7 +97,10 @@ def json_schema(schema: Any) -> Any:
 def _properties(properties: Object, ordering: Any) -> Object:
     """Convert the schemas of properties, and put those that `ordering` names first."""
     converted: Object = {}
-    for name in [*ordering, *properties] if isinstance(ordering, list) else properties:
+    names = list(properties)
+    if isinstance(ordering, list):
+        names = [*ordering, *properties]
+    for name in names:
         if isinstance(name, str) and name in properties and name not in converted:
             converted[name] = json_schema(properties[name])
     return converted
@@ -106,7 +116,13 @@ def _allow_null(schema: Object) -> None:
 
 
 def _camel(name: str) -> str:
-    return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
+    if "_" not in name:
+        return name
+    return _SNAKE.sub(_upper, name)
+
+
+def _upper(match: re.Match[str]) -> str:
+    return match[1].upper()
 
 
 def _snake(name: str) -> str:

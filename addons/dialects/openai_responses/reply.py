@@ -54,8 +54,12 @@ def response(context: ReplyContext, status: str, **known: Any) -> Object:
         asked = asked | model_call.repeated
     repeated: Object = {}
     for key, (kinds, default) in REPEATED.items():
-        repeated[key] = asked[key] if type(asked.get(key)) in kinds else default
-    tools = asked.get("tools", ())
+        repeated[key] = default
+        if type(asked.get(key)) in kinds:
+            repeated[key] = asked[key]
+    tools = []
+    for tool in asked.get("tools", ()):
+        tools.append(_TOOL | tool if tool["type"] == "function" else tool)
     return {
         "id": f"resp_{context.call_id}",
         "object": "response",
@@ -74,7 +78,7 @@ def response(context: ReplyContext, status: str, **known: Any) -> Object:
         "reasoning": {"effort": None, "summary": None, **repeated["reasoning"]},
         "service_tier": "default",
         "text": {"format": {"type": "text"}, **repeated["text"]},
-        "tools": [_TOOL | tool if tool["type"] == "function" else tool for tool in tools],
+        "tools": tools,
         "top_logprobs": 0,
         "usage": None,
         **known,

@@ -154,7 +154,8 @@ def _decode(
         raise fields.refusal("input", "a non-empty string or list of items")
     text = fields.maybe("input", str)
     if text is not None:
-        fields = fields.replaced({**fields.values, "input": [{"role": "user", "content": text}]})
+        message = {"role": "user", "content": text}
+        fields = fields.replaced({**fields.values, "input": [message]})
     parts = dialect.decode_parts(fields, "input", known, _part)
     offered: _Offered = {}
     hosted: list[Any] = []
@@ -175,17 +176,20 @@ def _decode(
     call = ModelCall(
         model=fields.label("model", ""),
         messages=_messages(fields, before, parts),
-        tools=[tool for tool, _ in offered.values()],
+        tools=[],
         stream=fields["stream"] is True and not reply.is_compact(target),
         max_tokens=fields.optional("max_output_tokens", Fields.positive_integer),
         schema=wanted_schema(form, form),
         may_call=fields["tool_choice"] != "none",
         requested_sampling=fields.chosen(_SAMPLING_FIELDS),
         hosted_tools=hosted,
-        wire_tools={name: wire for name, (_, wire) in offered.items() if wire != WireTool(name)},
         client_metadata=metadata.texts_by_place(*metadata.values),
         repeated=_repeated(fields),
     )
+    for name, (tool, wire) in offered.items():
+        call.tools.append(tool)
+        if wire != WireTool(name):
+            call.wire_tools[name] = wire
     call.client_metadata |= fields.texts_by_place("prompt_cache_key", "previous_response_id")
     if fields["instructions"] is not None:
         call.requested_sampling[stored.INSTRUCTIONS] = True
@@ -214,7 +218,11 @@ def _repeated(fields: Fields) -> Object:
     return repeated
 
 
-def _messages(fields: Fields, before: Sequence[Message], parts: list[Part]) -> list[Message]:
+def _messages(
+    fields: Fields,
+    before: Sequence[Message],
+    parts: list[Part],
+) -> list[Message]:
     """Return the messages of the instructions, those before the input, and those of its parts."""
     messages: list[Message] = []
     instructions = fields.optional("instructions", Fields.text)
@@ -248,7 +256,7 @@ def _part(item: Fields) -> Part:
             message = {"role": role, "content": read_content(item, "content", part)}
         case "reasoning":
             texts = filter(None, read_texts(item, "summary", part))
-            call_id = signed_call(item.maybe("encrypted_content", str))
+            call_id = signed_call(item["encrypted_content"])
             message = assistant_message("", "\n\n".join(texts), [], call_id)
         case "function_call":
             arguments = parse_arguments(item.text("arguments"))
@@ -273,13 +281,16 @@ def _part(item: Fields) -> Part:
 
 
 def _tool_call(item: Fields, arguments: Any) -> Object:
-    name = _shown_name(item.optional("namespace", Fields.text), item.text("name"))
+    namespace = item.text("namespace", "")
+    name = _shown_name(namespace, item.text("name"))
     return message_tool_call(item.identifier("call_id"), name, arguments)
 
 
 def _shown_name(namespace: str | None, name: str) -> str:
     """Return the name of a tool that the model sees. It has no namespaces."""
-    return f"{namespace}__{name}" if namespace else name
+    if not namespace:
+        return name
+    return f"{namespace}__{name}"
 
 
 def _read_tools(fields: Fields, offered: _Offered, hosted: list[Any]) -> None:

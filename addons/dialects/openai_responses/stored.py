@@ -145,7 +145,8 @@ def with_items(fields: Fields, find: FindCall) -> Fields:
             why = "Remove duplicate items from your input and try again."
             raise DialectError(f"Duplicate item found with id {_shown_id(item_id)}. {why}")
         named.add(item_id)
-        call = find(item_id.partition("_")[2].rpartition("_")[0])
+        call_id = item_id.partition("_")[2].rpartition("_")[0]
+        call = find(call_id)
         issued_id = re.sub("^ctc_", "fc_", item_id)
         if call is None or issued_id not in call.items:
             why = f"Item with id {_shown_id(item_id)} not found."

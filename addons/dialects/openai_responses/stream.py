@@ -79,7 +79,8 @@ class StreamEncoder(dialect.StreamEncoder):
         elif reasoning:
             events += self._grow(reasoning_item(self._context, reasoning))
         if content and self._is_open("reasoning"):
-            events += self._close(reasoning_item(self._context, "".join(self._texts)))
+            text = "".join(self._texts)
+            events += self._close(reasoning_item(self._context, text))
         if content:
             index = len(self._done)
             events += self._grow(message_item(self._context, index, content, "in_progress"))
@@ -93,7 +94,8 @@ class StreamEncoder(dialect.StreamEncoder):
         if self._is_open("message") and not self._done:
             reply = replace(reply, reasoning="")  # it came after the content
         events = b""
-        for item in output_items(self._context, reply)[len(self._done) :]:
+        items = output_items(self._context, reply)
+        for item in items[len(self._done) :]:
             if self._open is None:
                 events += self._grow(item)
             events += self._close(item)
@@ -143,7 +145,8 @@ class StreamEncoder(dialect.StreamEncoder):
 
     def _response(self, status: str, kind: str = "", **fields: Any) -> bytes:
         """Return an event with the response, whose kind is the status or another one."""
-        return self._event(kind or status, response=response(self._context, status, **fields))
+        whole = response(self._context, status, **fields)
+        return self._event(kind or status, response=whole)
 
     def _text_event(self, form: _Form, kind: str, **fields: Any) -> bytes:
         """Return an event of the open item's text."""
