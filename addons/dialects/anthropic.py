@@ -387,7 +387,7 @@ class _StreamEncoder(dialect.StreamEncoder):
         return events + _event("message_stop")
 
     def error(self, error: DialectError) -> bytes:
-        return dialect.server_event(_error(error), "error")
+        return dialect.server_event(_error(error))
 
     def _text(self, kind: Literal["thinking", "text"], text: str) -> bytes:
         events = b""
@@ -422,7 +422,7 @@ class _StreamEncoder(dialect.StreamEncoder):
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return dialect.server_event({"type": kind, **fields}, kind)
+    return dialect.server_event({"type": kind, **fields})
 
 
 def _message(context: ReplyContext, usage: Usage) -> Object:

@@ -76,11 +76,11 @@ class StreamEncoder(ABC):
         """Return the last event of a stream that failed after `start`."""
 
 
-def server_event(data: Object, kind: str = "") -> bytes:
-    """Return a server-sent event."""
+def server_event(data: Object) -> bytes:
+    """Return a server-sent event, whose name is the `type` in its data, if there is one."""
     event = b"data: " + dump_json(data) + b"\n\n"
-    if kind:
-        event = f"event: {kind}\n".encode() + event
+    if "type" in data:
+        event = f"event: {data['type']}\n".encode() + event
     return event
 
 

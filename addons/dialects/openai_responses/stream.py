@@ -158,12 +158,15 @@ class StreamEncoder(dialect.StreamEncoder):
         return self._event(kind, item_id=self._open["id"], **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        kind = f"response.{kind}"
-        data = {"type": kind, "sequence_number": self._num_events, **fields}
+        data = {
+            "type": f"response.{kind}",
+            "sequence_number": self._num_events,
+            **fields,
+        }
         if "response" not in fields:
             data["output_index"] = len(self._done)
         self._num_events += 1
-        return dialect.server_event(data, kind)
+        return dialect.server_event(data)
 
 
 def _failure_code(error: DialectError) -> str:
