@@ -100,15 +100,6 @@ class Grant:
     cut: bool
     """True when that is less than the call would have without the budget."""
 
-    def record_cut(self, asked: dict[str, Any], sampling: dict[str, Any]) -> None:
-        """Set the token limit in vLLM's parameters.
-
-        When the call is cut, its own limit goes to what it `asked`.
-        """
-        if self.cut:
-            asked["max_tokens"] = sampling["max_tokens"]
-            sampling["max_tokens"] = self.tokens
-
     def settle(self, call: Call, *, fault: bool = False) -> Event | None:
         """Give back what an ended call did not use. Return an event `budget` when it was cut."""
         self.budget.free(self)

@@ -279,7 +279,7 @@ class Generation:
                 routed_experts = chunk.routed_experts or routed_experts
                 if chunk.token_ids or chunk.outage:
                     self._outage = chunk.outage
-                self._add_piece(self._sampled.feed(chunk.token_ids))
+                    self._add_piece(self._sampled.feed(chunk.token_ids))
             self._enter(State.SAMPLED)
             while self.abandoned:
                 self._changed.clear()
@@ -352,11 +352,11 @@ class Generation:
         call = self.call
         call.status = status
         call.finished_at = utc_now()
-        model_call = self._prepared.prompt.model_call
         sampling = self._prepared.sampling
-        asked = model_call.unapplied()
-        if model_call.grammar is not None and "structured_outputs" not in sampling:
-            asked["structured_outputs"] = model_call.grammar
+        asked = self._prepared.asked
+        grammar = self._prepared.prompt.model_call.grammar
+        if grammar is not None and "structured_outputs" not in sampling:
+            asked["structured_outputs"] = grammar
         call.sampling = json_text({**sampling, "asked": asked})
         call.violation = find_violation(
             call.completion_ids,

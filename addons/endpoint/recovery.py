@@ -2,7 +2,8 @@
 
 recovered = recovery.recover(session_id)  # at its first call here, or after it was dropped
 if recovered.ended: ...                   # refuse with 410
-prompt = recovered.prompt(dialect, model_call)
+recovered.index(dialect.NAME, model_call.echo_rule)
+prompt = recovered.conversations.prompt(model_call)
 find_retried(recovered.calls, request_digest(...), headers)
 """
 
@@ -15,15 +16,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Usage
-from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.call import EchoRule, ModelCall, Reply, Usage
 from rolltap.addons.dialects.openai_responses.stored import NAMING_API, StoredCall
 from rolltap.addons.endpoint.budget import Used
 from rolltap.addons.endpoint.generation import REMEMBERED, Generation
-from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest
+from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
-from rolltap.addons.prompts.history import Conversations, Prompt, Turn, ids_digest
+from rolltap.addons.prompts.history import Conversations, Turn, ids_digest
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.index import SessionIndex, Skip, TableScan
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
@@ -231,6 +231,8 @@ class RecoveredSession:
         """True when the session has ended: an event `ended`, or a row in `sessions`."""
         self.given = given
         """Options of this session alone."""
+        self.has_rows = True
+        """False once it is known that the session had no rows: `index` is not needed."""
         self.conversations = Conversations(recovery.rendering)
         self.calls: list[Generation] = []
         """The calls that run, and the newest completed ones, oldest first.
@@ -251,11 +253,6 @@ class RecoveredSession:
         self._recovered: set[str] | None = None
         """Ids of the calls that were recorded before; None before `index`."""
 
-    @property
-    def without_rows(self) -> bool:
-        """True once it is known that the session had no rows: `index` reads nothing."""
-        return self._recovered == set()
-
     def index(self, dialect: str, rule: EchoRule | None = None) -> None:
         """Make the recorded calls findable for a request of an API, with the rule of its harness.
 
@@ -265,12 +262,13 @@ class RecoveredSession:
         again. Calls whose ancestors are missing or damaged are left out with a warning. Raises
         `OSError`.
         """
-        if self.without_rows or (dialect, rule) in self._indexed:
+        if (dialect, rule) in self._indexed:
             return
         rows, damaged = self._rows()
         first = self._recovered is None
         if self._recovered is None:
             self._recovered = {row["call_id"] for row in rows}
+            self.has_rows = bool(rows)
         rows = [row for row in rows if row["call_id"] in self._recovered]
         calls = list(readable_calls(rows))
         if damaged or len(calls) < len(rows):
@@ -299,43 +297,6 @@ class RecoveredSession:
             self.used = Used.of(rows)
             self._remember(restored, rows)
 
-    def answer(
-        self,
-        dialect: Dialect,
-        model_call: ModelCall,
-        request: ClientRequest,
-    ) -> Generation | None:
-        """Return the recorded call that answers a request, in a rerun.
-
-        Raises `OSError` and `RunError`.
-        """
-        return None
-
-    def difference(self, model_call: ModelCall) -> str | None:
-        """Say where a request that `answer` does not know differs from the record, in a rerun."""
-        return None
-
-    def prompt(self, dialect: Dialect, model_call: ModelCall) -> Prompt:
-        """Return the prompt of a new call. Raises as `index`."""
-        self.index(dialect.NAME, model_call.echo_rule)
-        return self.conversations.prompt(model_call)
-
-    def add(self, prepared: PreparedCall, reply: Message) -> None:
-        """Let later requests continue a call that was committed, and name its reply."""
-        call = prepared.call
-        prompt = prepared.prompt
-        if call.dialect == NAMING_API:
-            parent = self.stored.get(call.parent_id or "")
-            self.stored[call.call_id] = StoredCall(
-                call_id=call.call_id,
-                parent=parent,
-                messages=prompt.model_call.messages if parent is None else prompt.new_messages,
-                reply=reply,
-                asked=prompt.model_call.unapplied(),
-            )
-        self.roles.complete(call.call_id, call.role, prompt.opening, reply)
-        self.conversations.add(call.call_id, prompt, call.completion_ids, reply)
-
     def request(self, row: Row, rule: EchoRule | None) -> ModelCall:
         """Return the request of a call with only the new messages, of a harness with this rule."""
         messages = row["messages"]
@@ -353,7 +314,7 @@ class RecoveredSession:
         sampled, num_reasoning = read
         reply = Reply.of_message(row["reply"], row["finish_reason"])
         reply.stop = sampled.stop
-        own_end = completion_ids[-1:] in [[i] for i in rendering.stop_token_ids()]
+        own_end = completion_ids[-1:] in [[i] for i in rendering.stop_token_ids]
         by_text = row["finish_reason"] == "stop" and not own_end
         if stop_texts and by_text and reply.stop is None:
             return None

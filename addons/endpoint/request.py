@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from aiohttp import web
@@ -64,7 +64,7 @@ class ClientRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedCall:
     """A decoded request with its prompt: all that a generation begins with."""
 
@@ -75,6 +75,8 @@ class PreparedCall:
     """vLLM's sampling parameters."""
     digest: bytes
     """The `request_digest`."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """What the harness asked for and did not get, for the record."""
     controls: str | None = None
     """The `ControlTokens.found` of what the prompt has after its parent's."""
     difference: str | None = None

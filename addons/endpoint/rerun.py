@@ -131,9 +131,8 @@ class RerunSession(RecoveredSession):
             self.used = Used()
             self.last_version = None
 
-    def prompt(self, dialect: Dialect, model_call: ModelCall) -> Prompt:
+    def without_recorded_parent(self, prompt: Prompt) -> Prompt:
         """Return the prompt of a new call, without a parent that its run has not."""
-        prompt = super().prompt(dialect, model_call)
         if prompt.parent is None or prompt.parent.call_id not in self._recorded:
             return prompt
         source = f"session {self.source.session} of {self.source.run}"

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 from rolltap.addons.concurrency import Workers
-from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
+from rolltap.addons.dialects.call import DialectError, Message, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState
+from rolltap.addons.dialects.openai_responses.stored import NAMING_API, NeedsStoredState, StoredCall
 from rolltap.addons.endpoint.body import KeptTexts, RecentBodies
 from rolltap.addons.endpoint.budget import (
     FINAL_STATUS,
@@ -38,6 +38,7 @@ from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.options import RecorderOptions
+from rolltap.addons.prompts.history import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
@@ -58,6 +59,22 @@ LEFT = 16
 def _complete(named: NeedsStoredState, dialect: Dialect, recovered: RecoveredSession) -> ModelCall:
     recovered.index(dialect.NAME)
     return named.complete(recovered.stored.get)
+
+
+def _add(recovered: RecoveredSession, prepared: PreparedCall, reply: Message) -> None:
+    call = prepared.call
+    prompt = prepared.prompt
+    if call.dialect == NAMING_API:
+        parent = recovered.stored.get(call.parent_id or "")
+        recovered.stored[call.call_id] = StoredCall(
+            call_id=call.call_id,
+            parent=parent,
+            messages=prompt.model_call.messages if parent is None else prompt.new_messages,
+            reply=reply,
+            asked=prepared.asked,
+        )
+    recovered.roles.complete(call.call_id, call.role, prompt.opening, reply)
+    recovered.conversations.add(call.call_id, prompt, call.completion_ids, reply)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -196,7 +213,7 @@ class Session:
         async with self._order:
             recovered = await self._open()
             num_bytes = self._work_bytes(recovered, num_bytes)
-            prompt = await self._work(num_bytes, recovered.prompt, dialect, model_call)
+            prompt = await self._work(num_bytes, self._prompt, recovered, dialect, model_call)
             return len(prompt.ids)
 
     def settle(self) -> None:
@@ -252,7 +269,7 @@ class Session:
                 return
             num_chars = len(prepared.call.messages)
             try:
-                await self._work(num_chars, recovered.add, prepared, reply.to_message())
+                await self._work(num_chars, _add, recovered, prepared, reply.to_message())
             except Exception:
                 # an assistant's message may be its reply from now on
                 recovered.conversations.history.incomplete = True
@@ -268,7 +285,9 @@ class Session:
         """Begin a call: its event is committed before the engine is asked. Raises as `begin`."""
         call = prepared.call
         model_call = prepared.prompt.model_call
-        grant.record_cut(model_call.requested_sampling, prepared.sampling)
+        if grant.cut:
+            prepared.asked["max_tokens"] = prepared.sampling["max_tokens"]
+            prepared.sampling["max_tokens"] = grant.tokens
         earlier = recovered.roles.ask(
             model_call.messages,
             model_call.tools,
@@ -314,17 +333,18 @@ class Session:
 
         A conversation that cannot fit into the window is refused untokenised.
         """
-        recorded = recovered.answer(dialect, model_call, request)
-        if recorded is not None:
-            return recorded
+        if isinstance(recovered, RerunSession):
+            recorded = recovered.answer(dialect, model_call, request)
+            if recorded is not None:
+                return recorded
         most = prompt_window(self.options, window)
         least = self.rendering.least_tokens(model_call.messages, model_call.tools, most)
         require_fit(self.options, least, window)
-        prompt = recovered.prompt(dialect, model_call)
+        prompt = self._prompt(recovered, dialect, model_call)
         require_fit(self.options, len(prompt.ids), window)
         sampling = sampling_parameters(
             {**self.options.sampling, **recovered.given.sampling},
-            self.rendering.stop_token_ids(),
+            self.rendering.stop_token_ids,
             model_call,
             window - len(prompt.ids),
         )
@@ -346,15 +366,32 @@ class Session:
             call.tools = json_text(model_call.tools)
         else:
             call.parent_id = prompt.parent.call_id
-        asked = {**sampling, "asked": model_call.unapplied()}
-        return PreparedCall(
+        asked = model_call.unapplied()
+        whole = {**sampling, "asked": asked}
+        prepared = PreparedCall(
             call=call,
             prompt=prompt,
             sampling=sampling,
-            digest=request_digest(dialect.NAME, model_call.model, prompt.digest(), asked),
+            digest=request_digest(dialect.NAME, model_call.model, prompt.digest(), whole),
+            asked=asked,
             controls=self.rendering.controls.found(call.messages + (call.tools or "")),
-            difference=recovered.difference(model_call),
         )
+        if isinstance(recovered, RerunSession):
+            prepared.difference = recovered.difference(model_call)
+        return prepared
+
+    def _prompt(
+        self,
+        recovered: RecoveredSession,
+        dialect: Dialect,
+        model_call: ModelCall,
+    ) -> Prompt:
+        if recovered.has_rows:
+            recovered.index(dialect.NAME, model_call.echo_rule)
+        prompt = recovered.conversations.prompt(model_call)
+        if isinstance(recovered, RerunSession):
+            prompt = recovered.without_recorded_parent(prompt)
+        return prompt
 
     async def _open(self) -> RecoveredSession:
         """Return what the session's earlier calls were."""
@@ -388,9 +425,9 @@ class Session:
 
     def _work_bytes(self, recovered: RecoveredSession, num_bytes: int) -> int:
         """Return the size of the work on a request: the rows of a session are read in a thread."""
-        if recovered.without_rows:
-            return num_bytes
-        return max(num_bytes, INLINE_BYTES)
+        if recovered.has_rows:
+            return max(num_bytes, INLINE_BYTES)
+        return num_bytes
 
     def _check_open(self) -> None:
         if self._state != "open":

@@ -70,13 +70,6 @@ class Family:
         fields = {**template["fields"], "tool_calls": calls}
         self.template = load_response_template({**template, "fields": fields})
 
-    def begun_by(self, prompt_end: str) -> str:
-        """Return the beginning of the reply that a prompt has written."""
-        if self.template.start_anchor_re.search(prompt_end) is None:
-            return ""
-        begun: str = self.template.truncate_past_last_anchor(prompt_end)
-        return begun
-
     def read_calls(
         self,
         opening: str,

@@ -106,6 +106,9 @@ class Rendering:
         self._written = written_turns(self._write)
         self.family = find_family(self.tokenizer, self._written, tool_parser)
         """The one that reads replies. Without a name, it reads no tool calls: they are text."""
+        stop_ids: list[int] = self._renderer.get_stop_token_ids()
+        self.stop_token_ids = [*dict.fromkeys(stop_ids + self._ids(self.family.ends))]
+        """The ids of the tokens that end the model's turn."""
         self.unreadable: str | None = None
         """Why tool calls in replies cannot be found, and the settings that help, or None."""
         if self.family.name is None:
@@ -122,7 +125,7 @@ class Rendering:
             self._render([USER, {"role": "system", "content": "Be brief."}], [], True)
         except Exception:
             self._system_anywhere = False
-        self.controls = ControlTokens(self.tokenizer, self._render, self.stop_token_ids())
+        self.controls = ControlTokens(self.tokenizer, self._render, self.stop_token_ids)
         self._template: TemplateContinuation | None = None
         self.refusal: str | None = None
         """The reason for which this model's conversations are never continued, or None.
@@ -133,7 +136,7 @@ class Rendering:
             self._template = TemplateContinuation(
                 self._render,
                 self.tokenizer.encode,
-                self.stop_token_ids(),
+                self.stop_token_ids,
                 self._ids([self.family.past_end]),
             )
             self.refusal = self._template.refusal
@@ -220,9 +223,8 @@ class Rendering:
         after_user = self._next_turn(prompt_ids, completion_ids, [USER], tools)
         if after_user is None:
             return None
-        stop_ids = self.stop_token_ids()
-        ended = not set(stop_ids).isdisjoint(completion_ids[-1:])
-        placeholder = Placeholder(self._render, self.tokenizer.encode, stop_ids)
+        ended = not set(self.stop_token_ids).isdisjoint(completion_ids[-1:])
+        placeholder = Placeholder(self._render, self.tokenizer.encode, self.stop_token_ids)
         written_tools = self.controls.broken(tools)
         return tokens_of_turns(placeholder, after_user, ended, new, written_tools)
 
@@ -236,7 +238,7 @@ class Rendering:
         """Return the ids with which the renderer follows a completion, or None."""
         start = 0
         if self.name in _READS_ONE_TURN:
-            stop_ids = self.stop_token_ids()
+            stop_ids = self.stop_token_ids
             start = max(0, len(prompt_ids) - 1)
             while start > 0 and prompt_ids[start] not in stop_ids:
                 start -= 1
@@ -281,7 +283,7 @@ class Rendering:
         """Return the reply to a prompt before its first token."""
         prompt_end = self.tokenizer.decode([*prompt_ids[-_PROMPT_END:]])
         parser = ReplyParser(self.family, prompt_end, model_call)
-        return SampledReply(parser, self.tokenizer.decode, self.stop_token_ids())
+        return SampledReply(parser, self.tokenizer.decode, self.stop_token_ids)
 
     def read(
         self,
@@ -298,11 +300,6 @@ class Rendering:
         sampled.feed(completion_ids)
         reply, _ = sampled.finish()
         return reply, sampled.reasoning_tokens
-
-    def stop_token_ids(self) -> list[int]:
-        """Return the ids of the tokens that end the model's turn."""
-        ids: list[int] = self._renderer.get_stop_token_ids()
-        return [*dict.fromkeys(ids + self._ids(self.family.ends))]
 
     def _ids(self, tokens: Sequence[str]) -> list[int]:
         """Return the ids of those tokens that the tokenizer has."""

@@ -195,7 +195,10 @@ class ReplyParser:
         self._family = family
         self._model_call = model_call
         self._scanner = MarkScanner(family.template)
-        begun = family.begun_by(prompt_end)
+        begun = ""
+        if family.template.start_anchor_re.search(prompt_end) is not None:
+            # the beginning of the reply that the prompt has written
+            begun = family.template.truncate_past_last_anchor(prompt_end)
         self._place = -len(begun)
         """Number of characters before the next part, from the end of the prompt on."""
         for part in self._scanner.feed(begun):

@@ -80,7 +80,9 @@ def _redirect(flow: http.HTTPFlow, endpoint: Endpoint) -> None:
     for name, value in request.headers.items(multi=True):
         lower = name.lower()
         if lower not in _CREDENTIALS and not lower.startswith("x-rolltap-"):
-            headers.add(name, printable(value, None))
+            if not value.isprintable():
+                value = printable(value, None)
+            headers.add(name, value)
     request.headers = headers
     request.path = _quoted(request.path)
     request.scheme = "http"

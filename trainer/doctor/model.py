@@ -68,7 +68,7 @@ def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDia
         tool_parser=rendering.family.name,
         turns=rendering.read_turns(),
         refusal=rendering.refusal,
-        stop_tokens={rendering.tokenizer.decode([token_id]): token_id for token_id in rendering.stop_token_ids()},
+        stop_tokens={rendering.tokenizer.decode([token_id]): token_id for token_id in rendering.stop_token_ids},
         problems=rendering.lacks,
         notes=rendering.notes,
     )

@@ -157,7 +157,7 @@ NEXT = {True: "<|observation|>", False: "<|user|>"}
 
 def sampled(rendering, text, following):
     """Return the ids of a turn up to the token that ends it, as a model would sample them."""
-    ids, stops = rendering.tokenizer.encode(text), rendering.stop_token_ids()
+    ids, stops = rendering.tokenizer.encode(text), rendering.stop_token_ids
     end = next((n for n, token in enumerate(ids) if token in stops), None)
     return ids + rendering.tokenizer.encode(following) if end is None else ids[: end + 1]
 

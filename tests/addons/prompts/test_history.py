@@ -479,7 +479,7 @@ def test_every_request_that_decodes_has_a_prompt(rendering, body):
     conversations = Conversations(rendering)
     prompt = conversations.prompt(call)
     assert prompt.ids
-    conversations.add("0", prompt, rendering.stop_token_ids(), {"role": "assistant", "content": ""})
+    conversations.add("0", prompt, rendering.stop_token_ids, {"role": "assistant", "content": ""})
 
 
 def test_a_long_chain_of_turns_returns_its_full_prompt():

@@ -218,7 +218,7 @@ class TestParse:
         assert made.arguments == '{"at": "\ufffd"}'
 
     def test_a_turn_ends_with_its_stop_token(self, rendering, encode):
-        assert set(rendering.stop_token_ids()) == {*encode("<|im_end|>"), *encode("<|endoftext|>")}
+        assert set(rendering.stop_token_ids) == {*encode("<|im_end|>"), *encode("<|endoftext|>")}
 
 
 FAMILY_TOKENS = {
@@ -246,7 +246,7 @@ def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp
     rendering = Rendering(save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer].split()), renderer)
     prompt = rendering.render(call.messages[:1], call.tools)
     whole = rendering.render(call.messages, call.tools)
-    stops = set(rendering.stop_token_ids())
+    stops = set(rendering.stop_token_ids)
     end = next(i for i in range(len(prompt), len(whole)) if whole[i] in stops)
     completion = whole[len(prompt) : end + 1]
     assert whole[: len(prompt)] == prompt

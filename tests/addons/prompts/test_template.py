@@ -144,10 +144,10 @@ def test_a_template_that_rewrites_what_is_before_a_turn_is_continued_with_the_sa
 def test_a_turn_that_ends_otherwise_than_the_template_writes_is_not_continued(rendering_of, encode):
     rendering = rendering_of(PLAIN)
     other = encode("<|im_start|>")
-    stop_ids = rendering.stop_token_ids() + other
+    stop_ids = rendering.stop_token_ids + other
     template = TemplateContinuation(rendering._render, rendering.tokenizer.encode, stop_ids, [])
     assert template.refusal is None
-    assert template.extension([*encode("Hi."), *rendering.stop_token_ids()], NEW) is not None
+    assert template.extension([*encode("Hi."), *rendering.stop_token_ids], NEW) is not None
     assert template.extension([*encode("Hi."), *other], NEW) is None
 
 
@@ -165,7 +165,7 @@ def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, save_tokenizer):
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
     rendering = Rendering(str(tmp_path), "default")
-    assert rendering.stop_token_ids() == []
+    assert rendering.stop_token_ids == []
     assert "does not end an assistant's turn with a stop token" in rendering.refusal
 
 
@@ -238,7 +238,7 @@ def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, promp
         sampled = len(prompt_ids) + len(completion_ids)
         assert ids[:sampled] == prompt_ids + completion_ids
         whole = any_rendering.render([USER, answered("Hi.", tail), *tail], [])
-        stop_ids = any_rendering.stop_token_ids()
+        stop_ids = any_rendering.stop_token_ids
         extension = ids[sampled:]
         if completion_ids[-1:] not in [[i] for i in stop_ids]:
             extension = extension[next(i for i, token in enumerate(extension) if token in stop_ids) + 1 :]
