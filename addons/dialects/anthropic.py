@@ -74,7 +74,11 @@ _EMPTY_BLOCKS = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
 }
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -139,7 +143,12 @@ class AnthropicMessages(dialect.Dialect):
             raise DialectError(f"{_PREFILL} The conversation must end with a user message.")
         return dialect.decoded(model_call, parts)
 
-    def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
+    def encode_reply(
+        self,
+        context: ReplyContext,
+        reply: Reply,
+        usage: Usage,
+    ) -> bytes:
         content: list[Object] = []
         shown = context.model_call.reasoning
         if reply.reasoning and shown != "hidden":

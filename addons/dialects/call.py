@@ -123,7 +123,11 @@ def assistant_message(
     return message
 
 
-def message_tool_call(tool_call_id: str, name: str, arguments: Any) -> Object:
+def message_tool_call(
+    tool_call_id: str,
+    name: str,
+    arguments: Any,
+) -> Object:
     """Return a tool call of an assistant message."""
     function = {"name": name, "arguments": arguments}
     return {"id": tool_call_id, "type": "function", "function": function}
@@ -281,7 +285,11 @@ class Reply:
     """The reason for which a part that looks like a tool call is text, if there is such a part."""
 
     @classmethod
-    def of_message(cls, message: Message, finish_reason: str | None) -> "Reply":
+    def of_message(
+        cls,
+        message: Message,
+        finish_reason: str | None,
+    ) -> "Reply":
         """Return the reply in a recorded message. `finish_reason` is the engine's."""
         reply = cls(message["content"], message.get("reasoning_content", ""))
         for call in message.get("tool_calls", ()):

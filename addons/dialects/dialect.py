@@ -114,7 +114,12 @@ class Dialect(ABC):
         return None
 
     @abstractmethod
-    def decode(self, request: Object, target: str, known: Sequence[Part] = ()) -> ModelCall:
+    def decode(
+        self,
+        request: Object,
+        target: str,
+        known: Sequence[Part] = (),
+    ) -> ModelCall:
         """Decode the JSON object of a request to `target` (path and query).
 
         `known` are `ModelCall.parts` of an earlier request to this API. Its first `len(known)`
@@ -126,7 +131,12 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
+    def encode_reply(
+        self,
+        context: ReplyContext,
+        reply: Reply,
+        usage: Usage,
+    ) -> bytes:
         """Return the body of a reply that is not streamed."""
 
     @abstractmethod
@@ -144,7 +154,12 @@ class Dialect(ABC):
         """
         raise NotImplementedError
 
-    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
+    def encode_models(
+        self,
+        target: str,
+        models: list[ServedModel],
+        created: int,
+    ) -> bytes:
         """Return the body of a list of `models`, or of the one model which `target` names.
 
         A request to `.../models/NAME` may have any name. `created` is in seconds since the epoch.

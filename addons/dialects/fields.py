@@ -67,7 +67,12 @@ class Fields:
 
     __slots__ = ("_place", "_wording", "values")
 
-    def __init__(self, values: Object, wording: Wording, place: str = "") -> None:
+    def __init__(
+        self,
+        values: Object,
+        wording: Wording,
+        place: str = "",
+    ) -> None:
         self.values = values
         self._wording = wording
         self._place = place
@@ -85,7 +90,12 @@ class Fields:
             place += self._wording.index.format(index)
         return place
 
-    def refusal(self, key: str, expected: str, index: int | None = None) -> DialectError:
+    def refusal(
+        self,
+        key: str,
+        expected: str,
+        index: int | None = None,
+    ) -> DialectError:
         """Return the error that the field, or its element `index`, must be `expected`."""
         place = self.place(key, index)
         return DialectError(self._wording.sentence.format(place=place, expected=expected))
@@ -172,7 +182,12 @@ class Fields:
         """Return the elements of a list. An absent field is an empty list. Raises."""
         return self._required(key, list, expected, [])
 
-    def objects(self, key: str, expected: str = "a list", start: int = 0) -> "Iterator[Fields]":
+    def objects(
+        self,
+        key: str,
+        expected: str = "a list",
+        start: int = 0,
+    ) -> "Iterator[Fields]":
         """Yield the elements of a list of objects from `start` on. Raises.
 
         An absent field is an empty list.

@@ -49,7 +49,6 @@ from rolltap.addons.dialects.protobuf import (
 )
 from rolltap.addons.dialects.tools import as_object, from_object, function_tool
 
-_MODELS = re.compile(r"/v1beta/models(/[^:]+)?")  # /v1/models is routed to OpenAI, which has it too
 _METHOD = re.compile(
     r"/(?:v1|v1beta|v1beta1)/(?:(?:projects/[^/]+/locations/[^/]+/)?publishers/google/)?"
     r"models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent|countTokens)"
@@ -99,12 +98,13 @@ class GoogleGenerateContent(dialect.Dialect):
 
     NAME = "google-generate-content"
     CONVERSATION = "contents"
+    MODELS = "/v1beta/models"  # OpenAI has /v1/models too, and gets it
 
     def operation(self, method: str, path: str) -> dialect.Operation | None:
-        if method == "GET" and _MODELS.fullmatch(path):
-            return "models"
         match = _METHOD.fullmatch(path)
-        if method != "POST" or match is None:
+        if match is None:
+            return super().operation(method, path)
+        if method != "POST":
             return None
         if match["method"] == "countTokens":
             return "count_tokens"
@@ -157,7 +157,12 @@ class GoogleGenerateContent(dialect.Dialect):
                 raise calling.refusal("allowedFunctionNames", expected, index)
         return dialect.decoded(call, parts)
 
-    def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
+    def encode_reply(
+        self,
+        context: ReplyContext,
+        reply: Reply,
+        usage: Usage,
+    ) -> bytes:
         parts = _text_parts(context, reply.reasoning, reply.content)
         # a text without calls carries the signature itself
         if reply.content and not reply.tool_calls:
@@ -388,7 +393,11 @@ def _response(
     return response
 
 
-def _text_parts(context: ReplyContext, reasoning: str, content: str) -> list[Object]:
+def _text_parts(
+    context: ReplyContext,
+    reasoning: str,
+    content: str,
+) -> list[Object]:
     """Return a part for reasoning, if the request asks for it, and one for content if any."""
     parts: list[Object] = []
     if reasoning and context.model_call.reasoning == "shown":

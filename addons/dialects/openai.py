@@ -86,7 +86,11 @@ def read_texts(
     return texts
 
 
-def refuse_unsupported(fields: Fields, keys: Iterable[str], instead: str = "") -> None:
+def refuse_unsupported(
+    fields: Fields,
+    keys: Iterable[str],
+    instead: str = "",
+) -> None:
     """Raise `DialectError` for the first of these fields that is neither absent nor empty.
 
     They change the kind of the reply, so a reply without them would be wrong. `instead` is a

@@ -114,7 +114,12 @@ class OpenAIChat(OpenAIDialect):
         require_offered(fields.inner("tool_choice"), model_call.tool_names)
         return dialect.decoded(model_call, parts)
 
-    def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
+    def encode_reply(
+        self,
+        context: ReplyContext,
+        reply: Reply,
+        usage: Usage,
+    ) -> bytes:
         message = reply.to_message()
         if reply.tool_calls:
             message["tool_calls"] = _wire_calls(context, reply)

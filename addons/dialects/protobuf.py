@@ -34,7 +34,11 @@ def message_field(fields: Fields, key: str) -> Fields:
     return fields.at(key, camel_case_fields(message))
 
 
-def repeated_field(fields: Fields, key: str, start: int = 0) -> Iterable[Fields]:
+def repeated_field(
+    fields: Fields,
+    key: str,
+    start: int = 0,
+) -> Iterable[Fields]:
     """Yield the messages of a repeated field from `start` on.
 
     It may be a single message without a list. Raises `DialectError`.
@@ -46,7 +50,11 @@ def repeated_field(fields: Fields, key: str, start: int = 0) -> Iterable[Fields]
         yield element.replaced(camel_case_fields(element.values))
 
 
-def schema_field(fields: Fields, as_json: str, as_openapi: str) -> Object | None:
+def schema_field(
+    fields: Fields,
+    as_json: str,
+    as_openapi: str,
+) -> Object | None:
     """Return the JSON schema in the first field, else that of the `Schema` in the second."""
     if fields[as_json] is not None:
         return fields.maybe(as_json, dict)

@@ -40,7 +40,11 @@ class Route:
         return f"{self.dialect.NAME} {self.service}"
 
 
-def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | None:
+def find_route(
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+) -> Route | None:
     """Return the route of a request to `target` (path and query), or None when it is not served.
 
     An API is served at its own paths, and behind any prefix, because providers and gateways have
@@ -144,7 +148,11 @@ def advice(method: str, target: str) -> str:
     return ""
 
 
-def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
+def not_served(
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+) -> bytes:
     """Return the body of a 404 in the format of the API that the request resembles.
 
     Returns an empty JSON object for a request that resembles none.

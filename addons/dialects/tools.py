@@ -12,7 +12,11 @@ _UNPARSED = "INVALID_JSON"
 _NO_PARAMETERS: Object = {"type": "object", "properties": {}}
 
 
-def function_tool(name: str, description: str | None, parameters: Object | None) -> Tool:
+def function_tool(
+    name: str,
+    description: str | None,
+    parameters: Object | None,
+) -> Tool:
     """Return a tool whose arguments are described by a JSON schema."""
     function: Object = {"name": name}
     if description is not None:
@@ -21,7 +25,11 @@ def function_tool(name: str, description: str | None, parameters: Object | None)
     return {"type": "function", "function": function}
 
 
-def freeform_tool(name: str, description: str | None, grammar: str | None) -> Tool:
+def freeform_tool(
+    name: str,
+    description: str | None,
+    grammar: str | None,
+) -> Tool:
     """Return a function with one string argument for a tool that takes free text.
 
     A grammar becomes part of the description.

@@ -126,7 +126,8 @@ def output_items(context: ReplyContext, reply: Reply) -> list[Object]:
     if is_compaction(context):
         summary = _seal(reply.content)
         item_id = _item_id(context, "cmp", 0)
-        return [{"id": item_id, "type": "compaction", "encrypted_content": summary}]
+        item = {"id": item_id, "type": "compaction", "encrypted_content": summary}
+        return [item]
     items: list[Object] = []
     if reply.reasoning:
         items.append(reasoning_item(context, reply.reasoning))
@@ -148,7 +149,12 @@ def reasoning_item(context: ReplyContext, text: str) -> Object:
     }
 
 
-def message_item(context: ReplyContext, index: int, text: str, status: str) -> Object:
+def message_item(
+    context: ReplyContext,
+    index: int,
+    text: str,
+    status: str,
+) -> Object:
     """Return the item of the reply's text."""
     return {
         "id": _item_id(context, "msg", index),
@@ -172,7 +178,12 @@ def _call_item(context: ReplyContext, index: int, call: ToolCall) -> Object:
     if wire.freeform:
         text = freeform_input(call.arguments)
         item_id = _item_id(context, "ctc", index)
-        return {"id": item_id, "type": "custom_tool_call", **common, "input": text}
+        return {
+            "id": item_id,
+            "type": "custom_tool_call",
+            **common,
+            "input": text,
+        }
     return {
         "id": _item_id(context, "fc", index),
         "type": "function_call",

@@ -102,7 +102,12 @@ class OpenAIResponses(OpenAIDialect):
             return _decode(fields, target, known)
         raise stored.NeedsStoredState(partial(_decode_naming, fields, target, known))
 
-    def encode_reply(self, context: ReplyContext, sampled: Reply, usage: Usage) -> bytes:
+    def encode_reply(
+        self,
+        context: ReplyContext,
+        sampled: Reply,
+        usage: Usage,
+    ) -> bytes:
         fields = reply.ending(context, sampled, usage)
         output = reply.output_items(context, sampled)
         whole = reply.response(context, output=output, **fields)
@@ -267,7 +272,11 @@ def _part(item: Fields) -> Part:
         case "function_call_output" | "custom_tool_call_output":
             content = read_content(item, "output", part)
             call_id = item.identifier("call_id")
-            message = {"role": "tool", "content": content, "tool_call_id": call_id}
+            message = {
+                "role": "tool",
+                "content": content,
+                "tool_call_id": call_id,
+            }
         case "compaction":
             message = reply.summary_message(item)
         case "additional_tools" | "compaction_trigger":
@@ -293,7 +302,11 @@ def _shown_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}"
 
 
-def _read_tools(fields: Fields, offered: _Offered, hosted: list[Any]) -> None:
+def _read_tools(
+    fields: Fields,
+    offered: _Offered,
+    hosted: list[Any],
+) -> None:
     """Add the list `tools` of a request or an item.
 
     A tool replaces an earlier one with the same name and namespace. Raises `DialectError`.
@@ -310,7 +323,11 @@ def _read_tools(fields: Fields, offered: _Offered, hosted: list[Any]) -> None:
             hosted.append(tool.values)
 
 
-def _add_tool(tool: Fields, namespace: str | None, offered: _Offered) -> None:
+def _add_tool(
+    tool: Fields,
+    namespace: str | None,
+    offered: _Offered,
+) -> None:
     is_freeform = tool.choice("type", ("function", "custom")) == "custom"
     wire = WireTool(tool.tool_name("name"), namespace, is_freeform)
     shown = _shown_name(namespace, wire.name)

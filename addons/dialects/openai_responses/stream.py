@@ -143,7 +143,12 @@ class StreamEncoder(dialect.StreamEncoder):
         self._open = None
         return events
 
-    def _response(self, status: str, kind: str = "", **fields: Any) -> bytes:
+    def _response(
+        self,
+        status: str,
+        kind: str = "",
+        **fields: Any,
+    ) -> bytes:
         """Return an event with the response, whose kind is the status or another one."""
         whole = response(self._context, status, **fields)
         return self._event(kind or status, response=whole)
