@@ -15,12 +15,11 @@ from rolltap.addons.prompts.choice import (
     splits_otherwise,
     written_turns,
 )
-from rolltap.addons.prompts.controls import ControlTokens
 from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.probes import USER
 from rolltap.addons.prompts.reply import ReplyParser, SampledReply
 from rolltap.addons.prompts.template import Placeholder, TemplateContinuation, tokens_of_turns
-from rolltap.addons.prompts.tokenizer import load, vocabulary_size
+from rolltap.addons.prompts.tokenizer import ControlTokens, load, vocabulary_size
 from rolltap.addons.store.metadata import tokenizer_digests
 
 _READS_ONE_TURN = frozenset(

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rolltap.addons.dialects.call import Message, Tool, assistant_message, message_tool_call
-from rolltap.addons.prompts.controls import BREAK
 from rolltap.addons.prompts.probes import TOOLS, TURNS, USER, answered
+from rolltap.addons.prompts.tokenizer import BREAK
 
 _TEXT = "a8c1f0e7"
 PLACEHOLDER = f"{BREAK}{_TEXT}{BREAK}"

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.tools import function_tool
-from rolltap.addons.prompts.controls import _any_of
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.prompts.tokenizer import _any_of
 from tests.addons.harness import user
 from tests.addons.prompts.continuing import continued
 from tests.addons.prompts.test_template import END, GENERATION, TURN

@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.prompts import rendering as module
-from rolltap.addons.prompts.controls import BREAK
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.template import Placeholder, TemplateContinuation, placeholder_turn, tokens_of_turns
+from rolltap.addons.prompts.tokenizer import BREAK
 from tests.addons.conftest import TEMPLATE
 from tests.addons.prompts import continuing
 from tests.addons.prompts.test_rendering import USER, VISION, pieces
