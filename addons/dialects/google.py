@@ -49,6 +49,7 @@ from rolltap.addons.dialects.protobuf import (
 )
 from rolltap.addons.dialects.tools import as_object, from_object, function_tool
 
+_MODELS = re.compile(r"/v1beta/models(/[^:]+)?")  # /v1/models is routed to OpenAI, which has it too
 _METHOD = re.compile(
     r"/(?:v1|v1beta|v1beta1)/(?:(?:projects/[^/]+/locations/[^/]+/)?publishers/google/)?"
     r"models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent|countTokens)"
@@ -98,13 +99,12 @@ class GoogleGenerateContent(dialect.Dialect):
 
     NAME = "google-generate-content"
     CONVERSATION = "contents"
-    MODELS = "/v1beta/models"  # OpenAI has /v1/models too, and gets it
 
     def operation(self, method: str, path: str) -> dialect.Operation | None:
+        if method == "GET" and _MODELS.fullmatch(path):
+            return "models"
         match = _METHOD.fullmatch(path)
-        if match is None:
-            return super().operation(method, path)
-        if method != "POST":
+        if method != "POST" or match is None:
             return None
         if match["method"] == "countTokens":
             return "count_tokens"
