@@ -49,6 +49,6 @@ addons = [
     Listen(recorder),
     sessions,
     Descriptors(recorder.record),
-    Capture(recorder, egress.is_named),
+    Capture(recorder, egress.allows),
     egress,
 ]

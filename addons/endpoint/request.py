@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+from urllib.parse import unquote
 
 from aiohttp import web
 
@@ -42,12 +44,14 @@ class ClientRequest:
         """Return an HTTP request without its body. `prefix` is what its path has before the
         API's own path."""
         headers = request.headers
+        target = request.raw_path.removeprefix(prefix)
+        path = unquote(target.partition("?")[0])
         return cls(
             session_id=headers[SESSION_HEADER],
             host=headers[HOST_HEADER],
             method=request.method,
-            path=printable(request.path),
-            target=request.raw_path.removeprefix(prefix),
+            path=printable(recordable_prefix(prefix) + path),
+            target=target,
             headers=headers,
         )
 
@@ -81,6 +85,20 @@ class PreparedCall:
     """The `ControlTokens.found` of what the prompt has after its parent's."""
     difference: str | None = None
     """The difference to the recorded calls of a rerun, which ends the session."""
+
+
+_FOLDER = re.compile(r"[\w.-]{0,16}", re.ASCII)
+"""Folders of gateways' paths. Keys, which some gateways take in a path, are longer."""
+
+
+def recordable_prefix(prefix: str) -> str:
+    """Return what a path has before the API's own path, as it is recorded."""
+    folders: list[str] = []
+    for folder in prefix.split("/"):
+        if not _FOLDER.fullmatch(folder):
+            folder = f"({len(folder)} characters)"
+        folders.append(folder)
+    return "/".join(folders)
 
 
 def sampling_parameters(

@@ -168,7 +168,7 @@ class Endpoint:
         return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host}
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
+        if not _is_equal(request.headers.get(SECRET_HEADER, ""), self._secret):
             why = "this port takes requests only from the rolltap recorder's proxy"
             refusal = web.Response(status=403, text=why)
             refusal.force_close()
@@ -293,3 +293,8 @@ class Endpoint:
 
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    """Compare in constant time. A header may have any bytes."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())

@@ -32,14 +32,13 @@ _PATH_CHARACTERS = string.punctuation
 class Capture:
     """Redirects model calls to the recorder's endpoint.
 
-    `is_named` is true for a host and a port if the user allowed that very host. Such a host keeps
-    its paths that have a prefix before the path of a model API: it may be an application of another
-    kind.
+    `is_allowed` is true for a host and a port that the user allowed. Such a host keeps its paths that
+    have a prefix before the path of a model API: it may be an application of another kind.
     """
 
-    def __init__(self, recorder: Recorder, is_named: Callable[[str, int], bool]) -> None:
+    def __init__(self, recorder: Recorder, is_allowed: Callable[[str, int], bool]) -> None:
         self._recorder = recorder
-        self._is_named = is_named
+        self._is_allowed = is_allowed
 
     def load(self, _: object) -> None:
         """Set mitmproxy's own options."""
@@ -69,7 +68,7 @@ class Capture:
             return
         # the endpoint finds the route again, in the path that it gets
         route = routes.find_route(request.method, _quoted(request.path), request.headers)
-        if route is not None and not (route.prefix and self._is_named(request.host, request.port)):
+        if route is not None and not (route.prefix and self._is_allowed(request.host, request.port)):
             _redirect(flow, endpoint)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from mitmproxy import connection, ctx, exceptions, flow, http, tls
@@ -35,8 +35,19 @@ WEB_PORTS = ("80", "443")
 _HOST_AND_PORT = re.compile(r"(\[[^\]]*:[^\]]*\]|[^:]*):([^:]*)")
 
 
-def read_patterns(text: str) -> list[str]:
-    """Return patterns of `HOST:PORT` for an option.
+class Pattern(NamedTuple):
+    """A pattern of `fnmatch` for a host, and its port: a number, or `*` for all."""
+
+    host: str
+    port: str
+
+    def has_port(self, port: int) -> bool:
+        """Return True when the pattern is for this port."""
+        return self.port in ("*", str(port))
+
+
+def read_patterns(text: str) -> list[Pattern]:
+    """Return the patterns of an option.
 
     Options are `pypi.org`, `*.example.org:8443`, `127.0.0.1:*`, `::1` or `[::1]:80`. Raises
     `ValueError` when the port is neither `*` nor a number up to 65535, or the host is empty.
@@ -53,24 +64,24 @@ def read_patterns(text: str) -> list[str]:
             raise ValueError(f"{text!r} has the port {port!r}: give a number up to 65535, or *")
     if not host:
         raise ValueError(f"{text!r} has no host: give HOST or HOST:PORT")
-    return [f"{normalize_host(host)}:{port}" for port in ports]
+    return [Pattern(normalize_host(host), port) for port in ports]
 
 
-def is_allowed(patterns: Collection[str], host: str, port: int) -> bool:
+def is_allowed(patterns: Collection[Pattern], host: str, port: int) -> bool:
     """Return True when sessions may ask for this host and port."""
     name = normalize_host(host)
     if not name.isascii() or not is_valid_host(name):
         return False
-    return any(fnmatchcase(f"{name}:{port}", pattern) for pattern in patterns)
+    return any(pattern.has_port(port) and fnmatchcase(name, pattern.host) for pattern in patterns)
 
 
-def is_named(patterns: Collection[str], host: str, port: int) -> bool:
+def is_named(patterns: Collection[Pattern], host: str, port: int) -> bool:
     """Return True when a pattern is this very host, without a wildcard."""
     name = normalize_host(host)
-    return f"{name}:{port}" in patterns or f"{name}:*" in patterns
+    return any(pattern.host == name and pattern.has_port(port) for pattern in patterns)
 
 
-def is_permitted_address(patterns: Collection[str], host: str, address: str, port: int) -> bool:
+def is_permitted_address(patterns: Collection[Pattern], host: str, address: str, port: int) -> bool:
     """Return True unless an allowed host turned out to be on this machine or in a private network.
 
     `address` is one that the host has. One that is not public needs a pattern of its own;
@@ -165,7 +176,7 @@ class Egress:
     ) -> None:
         self._record = record
         self._session_of = session_of
-        self._patterns: set[str] = set()
+        self._patterns: set[Pattern] = set()
         self._admitted: MutableMapping[connection.Client, _Admitted] = WeakKeyDictionary()
 
     def load(self, _: object) -> None:
@@ -176,7 +187,7 @@ class Egress:
         """Read the patterns. A wrong one is refused, and none is used."""
         if "rolltap_allow" not in updated:
             return
-        patterns: set[str] = set()
+        patterns: set[Pattern] = set()
         self._patterns = set()
         try:
             for text in ctx.options.rolltap_allow:
@@ -207,9 +218,9 @@ class Egress:
 
         loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
 
-    def is_named(self, host: str, port: int) -> bool:
-        """Return True when an option is this very host, not only a pattern that matches it."""
-        return is_named(self._patterns, host, port)
+    def allows(self, host: str, port: int) -> bool:
+        """Return True when an option is a pattern of this host and port."""
+        return is_allowed(self._patterns, host, port)
 
     def next_layer(self, nextlayer: NextLayer) -> None:
         """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not

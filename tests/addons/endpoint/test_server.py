@@ -260,8 +260,25 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
     assert {call["call_id"] for call in harness.calls()} == started
 
 
-@pytest.mark.parametrize("prefix", ["/openai/deployments/gpt", "/my/../gateway/", "/"])
-async def test_a_record_has_the_path_that_was_asked_with_the_prefix_of_its_provider(harness, prefix):
+@pytest.mark.parametrize("secret", ["", "wrong", "\u00e9", "\udcff"])
+async def test_a_request_without_the_secret_is_refused_whatever_bytes_it_has(harness, secret):
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nX-Rolltap-Secret: {secret}\r\nContent-Length: 0\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", harness.endpoint.port)
+    writer.write(head.encode("utf-8", "surrogateescape"))
+    assert (await reader.readline()).startswith(b"HTTP/1.1 403 ")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "recorded"),
+    [
+        ("/openai/deployments/gpt", "/openai/deployments/gpt"),
+        ("/my/../gateway/", "/my/../gateway/"),
+        ("/", "/"),
+        ("/sk-live-0123456789abcdef/x%3Fkey=1", "/(24 characters)/(9 characters)"),
+    ],
+)
+async def test_a_record_has_the_path_that_was_asked_without_what_may_be_a_key(harness, prefix, recorded):
     path = "/chat/completions"
     headers = harness.endpoint.headers("s1", "azure")
     for body in ({"messages": [user()]}, {}):
@@ -271,7 +288,7 @@ async def test_a_record_has_the_path_that_was_asked_with_the_prefix_of_its_provi
             await response.read()
     (call,) = harness.calls()
     (rejected,) = harness.events("rejected")
-    assert call["path"] == rejected["path"] == prefix + path
+    assert call["path"] == rejected["path"] == recorded + path
 
 
 @pytest.fixture

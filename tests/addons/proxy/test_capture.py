@@ -56,7 +56,7 @@ class TestHostsOfTheUser:
         egress = Egress(lambda event: None, lambda client: "s1")
         named = {"rolltap_allow": ["app.example", "*.wild.example"]}
         async with running({**options, **named}, egress) as recorder:
-            yield Capture(recorder, egress.is_named)
+            yield Capture(recorder, egress.allows)
 
     @pytest.mark.parametrize(
         ("url", "is_captured"),
@@ -66,7 +66,8 @@ class TestHostsOfTheUser:
             ("https://app.example/v2/chat/completions", False),
             ("https://app.example/v1/messages", True),
             ("https://app.example/openai/v1/responses", False),
-            ("https://x.wild.example/api/v1/messages", True),
+            ("https://x.wild.example/api/v1/messages", False),
+            ("https://x.wild.example/v1/messages", True),
             ("https://openrouter.ai/api/v1/chat/completions", True),
         ],
     )

@@ -284,14 +284,14 @@ def test_a_wrong_pattern_is_an_error_of_the_start(egress, caplog):
 @pytest.mark.parametrize(
     ("text", "patterns"),
     [
-        ("PyPI.org.", ["pypi.org:80", "pypi.org:443"]),
-        ("pypi.org:8443", ["pypi.org:8443"]),
-        ("*.example.org:*", ["*.example.org:*"]),
-        ("::1", ["::1:80", "::1:443"]),
-        ("[::1]", ["::1:80", "::1:443"]),
-        ("[::1]:80", ["::1:80"]),
-        ("[ab].example.org", ["[ab].example.org:80", "[ab].example.org:443"]),
-        ("[ab].example.org:1", ["[ab].example.org:1"]),
+        ("PyPI.org.", [("pypi.org", "80"), ("pypi.org", "443")]),
+        ("pypi.org:8443", [("pypi.org", "8443")]),
+        ("*.example.org:*", [("*.example.org", "*")]),
+        ("::1", [("::1", "80"), ("::1", "443")]),
+        ("[::1]", [("::1", "80"), ("::1", "443")]),
+        ("[::1]:80", [("::1", "80")]),
+        ("[ab].example.org", [("[ab].example.org", "80"), ("[ab].example.org", "443")]),
+        ("[ab].example.org:1", [("[ab].example.org", "1")]),
     ],
 )
 def test_an_option_is_a_host_and_a_port_or_those_of_the_web(text, patterns):
@@ -317,6 +317,11 @@ def test_a_pattern_that_is_none_is_refused(text):
         ("[ab].example.org", "c.example.org", 443, False),
         ("::1", "[::1]", 80, True),
         ("*", "bad name", 80, False),
+        ("[2606:4700::1]:*", "2606:4700::1", 443, True),
+        ("[2606:4700::1]:*", "2606:4700::1:beef", 443, False),
+        ("[::1]:*", "::1:2:3:4", 443, False),
+        ("2606:*", "2606:4700:4700::1111", 443, False),
+        ("cafe:*", "cafe::1", 443, False),
     ],
 )
 def test_a_host_is_allowed_on_the_ports_of_its_pattern(pattern, host, port, allowed):
