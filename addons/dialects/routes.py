@@ -49,7 +49,7 @@ def find_route(
 
     An API is served at its own paths, and behind any prefix, because providers and gateways have
     such paths: `/openai/deployments/NAME`, `/api/anthropic`, `/api/paas/v4`. The shortest one
-    counts.
+    counts. Of models there, only the list is served.
 
     `headers` are looked up in lower case. OpenAI and Anthropic list models under the same path: the
     header `anthropic-version`, which Anthropic's API requires, selects Anthropic.
@@ -64,6 +64,8 @@ def find_route(
     for _ in range(_MOST_FOLDERS + 1):
         for dialect in dialects:
             operation = dialect.operation(method, path[start:])
+            if operation == "models" and start and not path.endswith("/models"):
+                continue  # a page of another kind has such a path too, for instance a file's
             if operation is not None:
                 return Route(dialect, operation, path[:start])
         start = path.find("/", start + 1)

@@ -141,6 +141,8 @@ def test_an_api_is_recognised_behind_the_prefix_of_a_provider(dialect, path, pre
         ("POST", "//v1/x/../chat/completions", Route(routes.CHAT, "generate", "//v1/x/..")),
         ("POST", "/v1beta/models/a/v1/chat/completions:generateContent", Route(routes.GEMINI, "generate")),
         ("POST", "/x" * 100_000 + CHAT, None),
+        ("GET", "/google/x/main/v1/models/model.py", None),
+        ("GET", "/exfil/DATA/v1beta/models/SECRET", None),
     ],
     ids=lambda value: value[:50] if isinstance(value, str) else None,
 )
