@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -80,7 +81,9 @@ def _undamaged(batch: pa.RecordBatch) -> Row | None:
         (row,) = batch_rows(batch)
     except RunError:  # a value that Python does not have
         return None
-    return row if row_digest(row, CALL_SCHEMA) == row[DIGEST] else None
+    if row_digest(row, CALL_SCHEMA) != row[DIGEST]:
+        return None
+    return row
 
 
 def parents_first(rows: dict[str, Row]) -> list[Row]:
@@ -130,9 +133,11 @@ def _decode(row: Row, parent: Row | None) -> None:
         row["tools"] = json.loads(row["tools"])
     row["messages"] = json.loads(row["messages"])
     row["sampling"] = json.loads(row["sampling"])
-    completed = row["status"] == "completed"
-    row["reply"] = json.loads(row["reply"]) if completed else None
-    if completed and row["reply"] is None:
+    if row["status"] != "completed":
+        row["reply"] = None
+        return
+    row["reply"] = json.loads(row["reply"])
+    if row["reply"] is None:
         raise ValueError("it has no reply")
 
 
@@ -207,7 +212,9 @@ class Recovery:
         if again:
             self.calls.refresh()
         given = SessionOptions.read(self.writer.run, session_id)
-        return RecoveredSession(self, self.calls, session_id, ended, given)
+        recovered = RecoveredSession(self, self.calls, session_id, given)
+        recovered.ended = ended
+        return recovered
 
 
 class RecoveredSession:
@@ -224,10 +231,9 @@ class RecoveredSession:
         recovery: Recovery,
         run_calls: RunCalls,
         session_id: str,
-        ended: bool,
         given: SessionOptions,
     ) -> None:
-        self.ended = ended
+        self.ended = False
         """True when the session has ended: an event `ended`, or a row in `sessions`."""
         self.given = given
         """Options of this session alone."""
@@ -277,11 +283,14 @@ class RecoveredSession:
         restored: list[tuple[Row, Turn]] = []
         indexed = {(dialect, rule)}
         for row in calls:
-            key = row["dialect"], rule if row["dialect"] == dialect else None
+            own_rule = None
+            if row["dialect"] == dialect:
+                own_rule = rule
+            key = row["dialect"], own_rule
             indexed.add(key)
             if key in self._indexed:
                 continue
-            request = self.request(row, key[1])
+            request = self.request(row, own_rule)
             try:
                 if first:
                     past.append(self._past(row, request))
@@ -299,9 +308,13 @@ class RecoveredSession:
 
     def request(self, row: Row, rule: EchoRule | None) -> ModelCall:
         """Return the request of a call with only the new messages, of a harness with this rule."""
-        messages = row["messages"]
-        tools = row["tools"]
-        return ModelCall(row["model"], messages, tools, echo_rule=rule, again=self.again)
+        return ModelCall(
+            row["model"],
+            row["messages"],
+            row["tools"],
+            echo_rule=rule,
+            again=self.again,
+        )
 
     def finished_call(self, row: Row, turn: Turn, *, delivered: bool) -> Generation | None:
         """Return the call as it can be given again; None if that is not exactly its reply."""
@@ -310,13 +323,17 @@ class RecoveredSession:
         prompt_ids = turn.prompt_ids()
         completion_ids = turn.completion_ids.tolist()
         stop_texts = sampling.get("stop") or ()
-        read = rendering.read(prompt_ids, completion_ids, row["tools"], stop_texts)
-        sampled, num_reasoning = read
+        sampled, num_reasoning = rendering.read(
+            prompt_ids,
+            completion_ids,
+            row["tools"],
+            stop_texts,
+        )
         reply = Reply.of_message(row["reply"], row["finish_reason"])
         reply.stop = sampled.stop
-        own_end = completion_ids[-1:] in [[i] for i in rendering.stop_token_ids]
-        by_text = row["finish_reason"] == "stop" and not own_end
-        if stop_texts and by_text and reply.stop is None:
+        by_token = not set(rendering.stop_token_ids).isdisjoint(completion_ids[-1:])
+        unread_stop = row["finish_reason"] == "stop" and reply.stop is None and not by_token
+        if stop_texts and unread_stop:
             return None
         usage = Usage(
             prompt=row["prompt_length"],
@@ -376,7 +393,7 @@ class RecoveredSession:
 
 def _last_version(rows: Iterable[Row]) -> str | None:
     """Return the weights of the last token of the newest call that has one."""
-    for row in sorted(rows, key=lambda row: row["started_at"], reverse=True):
+    for row in sorted(rows, key=itemgetter("started_at"), reverse=True):
         for span in reversed(row["weight_versions"] or []):
             if span["end"] > span["start"]:
                 version: str = span["version"]

@@ -85,10 +85,9 @@ class RerunSession(RecoveredSession):
         self,
         recovery: Recovery,
         source: RecordedFrom,
-        ended: bool,
         given: SessionOptions,
     ) -> None:
-        super().__init__(recovery, calls_of(source.run), source.session, ended, given)
+        super().__init__(recovery, calls_of(source.run), source.session, given)
         self.source = source
         self.live = False
         """True once a fork samples."""

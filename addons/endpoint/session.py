@@ -409,7 +409,7 @@ class Session:
         source = recovered.given.rerun or self.options.rerun
         if source is None:
             return recovered
-        return RerunSession(self.recovery, source, recovered.ended, recovered.given)
+        return RerunSession(self.recovery, source, recovered.given)
 
     async def _work(
         self,
