@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rolltap.addons.engine import client, connections, own_model
+from rolltap.addons.engine import client, own_model
 from rolltap.addons.engine.client import Chunk, decode
 from rolltap.addons.engine.key import make_key
 from rolltap.addons.store.records import VersionSpan
@@ -82,7 +82,7 @@ def test_it_takes_every_flag_that_an_engine_is_given(vllm):
 def test_it_has_every_route_that_is_asked_with_its_parameters(vllm):
     asked = set()
     literal = re.compile(r'"(/[a-z_0-9/]+)(?:\?([a-z_]+)=[^"]*)?"')
-    for module in (client, connections, own_model, admin, serve):
+    for module in (client, own_model, admin, serve):
         asked |= set(literal.findall(inspect.getsource(module)))
     assert {path for path, _ in asked} >= {"/inference/v1/generate", "/is_paused", "/pause", "/resume"}
     for path, parameter in asked:
