@@ -136,7 +136,7 @@ class AnthropicMessages(dialect.Dialect):
         parts = dialect.decode_parts(fields, self.CONVERSATION, known, blocks.read_message)
         if not parts:
             raise fields.refusal(self.CONVERSATION, "a list of at least one message")
-        dialect.name_results(dialect.all_messages(parts), _ORPHAN)
+        parts = dialect.name_parts(parts, _ORPHAN)
         model_call.hidden_parts = system.hidden_parts
         model_call.messages = system.messages + dialect.join_turns(parts, separator="")
         if model_call.messages[-1]["role"] == "assistant" and not counting:

@@ -9,7 +9,8 @@ the new elements.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, islice
 from typing import ClassVar, Literal
 from urllib.parse import unquote
 
@@ -203,29 +204,43 @@ def decoded(model_call: ModelCall, parts: list[Part]) -> ModelCall:
 
 
 def name_results(messages: Iterable[Message], orphan: str = "") -> list[Message]:
-    """Set, in place, the `name` of its tool in each message that answers a call before it.
+    """Return messages with the `name` of its tool in each one that answers a call before it.
 
     Chat templates print this name. A continued prompt is made from the new messages alone, which
     lack the call. If several calls have the same id, the result answers the last one. Names longer
     than a tool can have are not repeated: many results may answer one call. A result of an unknown
     id is a `DialectError` in the words of `orphan`, in which `{}` stands for the id; without such
-    words, and without an id, it keeps its own name. Returns the messages.
+    words, and without an id, it keeps its own name. A message that gets another name is a copy.
     """
     names: dict[str, str] = {}
-    named = list(messages)
-    for message in named:
+    named: list[Message] = []
+    for message in messages:
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
-        answered = message.get("tool_call_id")
-        if not answered:
-            continue
-        if orphan and answered not in names:
+        answered = message.get("tool_call_id", "")
+        name = names.get(answered, "")
+        if answered and orphan and answered not in names:
             shown = answered if is_word(answered) else f"({len(answered)} characters)"
             raise DialectError(orphan.format(shown))
-        name = names.get(answered, "")
-        if 0 < len(name) <= LONGEST_NAME:
-            message["name"] = name
+        if answered and name != message.get("name") and 0 < len(name) <= LONGEST_NAME:
+            message = {**message, "name": name}
+        named.append(message)
     return named
+
+
+def name_parts(parts: Sequence[Part], orphan: str = "") -> list[Part]:
+    """Return the parts with names as `name_results` gives them.
+
+    No part is changed: in another request, other calls may be before it.
+    """
+    named = iter(name_results(all_messages(parts), orphan))
+    whole: list[Part] = []
+    for part in parts:
+        messages = [*islice(named, len(part.messages))]
+        if messages != part.messages:
+            part = replace(part, messages=messages)
+        whole.append(part)
+    return whole
 
 
 def decode_parts(

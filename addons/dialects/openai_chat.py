@@ -89,6 +89,7 @@ class OpenAIChat(OpenAIDialect):
         if not parts:
             raise fields.refusal(self.CONVERSATION, "a non-empty list")
         _refuse_options(fields)
+        parts = dialect.name_parts(parts, _ORPHAN)
         limit = "max_completion_tokens"
         if request.get(limit) is None:
             limit = "max_tokens"  # the older name
@@ -96,7 +97,7 @@ class OpenAIChat(OpenAIDialect):
         metadata = fields.inner("metadata")
         model_call = ModelCall(
             model=fields.label("model", ""),
-            messages=dialect.name_results(dialect.all_messages(parts), _ORPHAN),
+            messages=[*dialect.all_messages(parts)],
             tools=[],
             stream=request.get("stream") is True,
             include_usage=fields.inner("stream_options")["include_usage"] is True,

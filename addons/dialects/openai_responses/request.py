@@ -176,11 +176,16 @@ def _decode(
             raise DialectError(f"'{item.place()}' {why}.")
         else:
             is_compaction = True
+    earlier, *parts = _named([Part([*before]), *parts])
+    said = [part for part in parts if part.messages]
+    messages = _instructions(fields) + earlier.messages + dialect.join_turns(said, "\n\n")
+    if not messages:
+        raise DialectError("'input' must hold at least one message.")
     form = fields.inner("text").inner("format")
     metadata = fields.inner("client_metadata")
     call = ModelCall(
         model=fields.label("model", ""),
-        messages=_messages(fields, before, parts),
+        messages=messages,
         tools=[],
         stream=fields["stream"] is True and not reply.is_compact(target),
         max_tokens=fields.optional("max_output_tokens", Fields.positive_integer),
@@ -223,27 +228,18 @@ def _repeated(fields: Fields) -> Object:
     return repeated
 
 
-def _messages(
-    fields: Fields,
-    before: Sequence[Message],
-    parts: list[Part],
-) -> list[Message]:
-    """Return the messages of the instructions, those before the input, and those of its parts."""
-    messages: list[Message] = []
-    instructions = fields.optional("instructions", Fields.text)
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
-    said = [part for part in parts if part.messages]
-    conversation = [*before, *dialect.all_messages(said)]
+def _instructions(fields: Fields) -> list[Message]:
+    text = fields.optional("instructions", Fields.text)
+    if text is None:
+        return []
+    return [{"role": "system", "content": text}]
+
+
+def _named(parts: list[Part]) -> list[Part]:
     orphan = _ORPHAN
-    if any(map(reply.is_summary, conversation)):
+    if any(map(reply.is_summary, dialect.all_messages(parts))):
         orphan = ""  # it may stand for the call of a result
-    dialect.name_results(conversation, orphan)
-    messages += before
-    messages += dialect.join_turns(said, "\n\n")
-    if not messages:
-        raise DialectError("'input' must hold at least one message.")
-    return messages
+    return dialect.name_parts(parts, orphan)
 
 
 def _part(item: Fields) -> Part:

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.call import DialectError
+from rolltap.addons.dialects.call import DialectError, assistant_message, message_tool_call
 from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState, StoredCall
 from rolltap.addons.endpoint import body as bodies_of_requests
 from rolltap.addons.endpoint.body import Elements, KeptTexts, RecentBodies, read
+from tests.addons.dialects.openai_responses.test_request import SUMMARY
 from tests.deep import examples
 
 _TEXTS = st.sampled_from(
@@ -153,6 +155,24 @@ class TestRecentBodies:
         body = b'{"max_tokens": 1, ' + body_of("a", "b", "c")[1:]
         other = recent.decode(routes.MESSAGES, body, "/v1/messages")
         assert other.messages[0] is not first.messages[0]
+
+    def test_a_conversation_before_known_elements_changes_none_of_their_messages(self):
+        recent = RecentBodies(KeptTexts())
+        summary = {"type": "compaction", "encrypted_content": SUMMARY}
+        output = {"type": "function_call_output", "call_id": "c1", "output": "x"}
+        request = {"input": [summary, output]}
+        first = recent.decode(routes.RESPONSES, json.dumps(request).encode(), "/")
+        called = assistant_message("", "", [message_tool_call("c1", "look", "{}")])
+        stored = StoredCall(call_id="a", parent=None, messages=[], reply=called, asked={})
+        naming = {**request, "previous_response_id": "resp_a"}
+        with pytest.raises(NeedsStoredState) as named:
+            recent.decode(routes.RESPONSES, json.dumps(naming).encode(), "/")
+        second = named.value.complete({"a": stored}.get)
+        assert second.messages[-1]["name"] == "look"
+        assert second.messages[-2] is first.messages[0]
+        again = recent.decode(routes.RESPONSES, json.dumps(request).encode(), "/")
+        assert again.messages == routes.RESPONSES.decode(request, "/").messages
+        assert again.messages[-1] is first.messages[-1]
 
     def test_an_invalid_request_is_refused_in_the_words_of_a_whole_parse_and_forgets_nothing(self):
         recent = RecentBodies(KeptTexts())
