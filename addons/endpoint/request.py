@@ -80,7 +80,7 @@ class PreparedCall:
     digest: bytes
     """The `request_digest`."""
     asked: dict[str, Any] = field(default_factory=dict)
-    """What the harness asked for and did not get, for the record."""
+    """The options that the harness asked for and did not get, for the record."""
     controls: str | None = None
     """The `ControlTokens.found` of what the prompt has after its parent's."""
     difference: str | None = None

@@ -1,4 +1,4 @@
-"""What an engine serves, and the questions that compare its tokenizer with the recorder's."""
+"""The model of an engine, and the questions that compare its tokenizer with the recorder's."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
