@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import zstandard
 from aiohttp import web
@@ -78,6 +79,7 @@ class Bodies:
         self._of_all = of_all
         self._seconds = BODY_SECONDS
         self._freed = asyncio.Event()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(2, "rolltap-decompress")
 
     @asynccontextmanager
@@ -92,63 +94,107 @@ class Bodies:
         """
         if (request.content_length or 0) > self._limit:
             raise too_large(self._limit)
-        held = 0
-        received = io.BytesIO()  # its value is not a copy
+        room = _Room(session_id)
+        encoding = request.headers.get("content-encoding", "").strip().lower()
         try:
-            try:
-                async with asyncio.timeout(self._seconds):
-                    async for piece in request.content.iter_any():
-                        if held + len(piece) > self._limit:
-                            raise too_large(self._limit)
-                        await self._take(session_id, len(piece))
-                        held += len(piece)
-                        received.write(piece)
-            except TimeoutError:
-                why = f"The request body did not arrive within {self._seconds:g} seconds."
-                raise DialectError(why, status=408, code="request_timeout") from None
-            body = received.getvalue()
-            encoding = request.headers.get("content-encoding", "").strip().lower()
-            if body and encoding not in ("", "identity"):
-                await self._take(session_id, self._limit)  # the size is not known yet
-                held += self._limit
-                body = await finished_in(self._threads, decompress, body, encoding, self._limit)
-                self._free(session_id, held - len(body))
-                held = len(body)
+            if encoding in ("", "identity"):
+                body = await self._receive(request, room)
+            else:
+                async with self._turn(session_id):
+                    body = await self._receive(request, room)
+                    body = await self._decompress(body, encoding, room)
             yield body
         finally:
-            self._free(session_id, held)
+            self._free(room, room.held)
+
+    async def _receive(self, request: web.Request, room: "_Room") -> bytes:
+        received = io.BytesIO()  # its value is not a copy
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for piece in request.content.iter_any():
+                    if room.held + len(piece) > self._limit:
+                        raise too_large(self._limit)
+                    await self._take(room, len(piece))
+                    received.write(piece)
+        except TimeoutError:
+            why = f"The request body did not arrive within {self._seconds:g} seconds."
+            raise DialectError(why, status=408, code="request_timeout") from None
+        return received.getvalue()
+
+    async def _decompress(self, body: bytes, encoding: str, room: "_Room") -> bytes:
+        if not body:
+            return body
+        await self._take(room, self._limit)  # the size is not known yet
+        plain = await finished_in(self._threads, decompress, body, encoding, self._limit)
+        self._free(room, room.held - len(plain))
+        return plain
+
+    @asynccontextmanager
+    async def _turn(self, session_id: str) -> AsyncIterator[None]:
+        """Let one compressed body of a session arrive and be decompressed at a time.
+
+        Each needs room twice. Two that hold the first and wait for the second would wait for each
+        other.
+        """
+        turn = self._turns.setdefault(session_id, asyncio.Lock())
+        try:
+            async with asyncio.timeout(self.patience):
+                await turn.acquire()
+        except TimeoutError:
+            raise _overloaded(429) from None
+        try:
+            yield
+        finally:
+            turn.release()
 
     def close(self) -> None:
         """Forget the bodies that wait for decompression."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _take(self, session_id: str, num_bytes: int) -> None:
+    async def _take(self, room: "_Room", num_bytes: int) -> None:
         """Hold so many more bytes, as soon as the quota has them. Raises as `read`."""
+        status = 503
         try:
             async with asyncio.timeout(self.patience):
-                while not self._fits(session_id, num_bytes):
+                while not self._fits(room, num_bytes):
+                    if self.held[room.session_id] + num_bytes > self._of_session:
+                        status = 429  # even if it has room again when the patience ends
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError:
-            ours = self.held[session_id] + num_bytes <= self._of_session
-            raise DialectError(
-                "Too many long requests are in progress. Try again later.",
-                status=503 if ours else 429,
-                code="overloaded",
-                retry_after=_RETRY_SECONDS,
-            ) from None
-        self.held[session_id] += num_bytes
+            if not self._fits(room, num_bytes):
+                raise _overloaded(status) from None
+        room.held += num_bytes
+        self.held[room.session_id] += num_bytes
 
-    def _fits(self, session_id: str, num_bytes: int) -> bool:
-        if self.held[session_id] + num_bytes > self._of_session:
+    def _fits(self, room: "_Room", num_bytes: int) -> bool:
+        if self.held[room.session_id] + num_bytes > self._of_session:
             return False
         return self.held.total() + num_bytes <= self._of_all
 
-    def _free(self, session_id: str, num_bytes: int) -> None:
-        self.held[session_id] -= num_bytes
-        if not self.held[session_id]:
-            del self.held[session_id]
+    def _free(self, room: "_Room", num_bytes: int) -> None:
+        room.held -= num_bytes
+        self.held[room.session_id] -= num_bytes
+        if not self.held[room.session_id]:
+            del self.held[room.session_id]
         self._freed.set()
+
+
+@dataclass(slots=True)
+class _Room:
+    """The bytes that a body holds of the quota of its session."""
+
+    session_id: str
+    held: int = 0
+
+
+def _overloaded(status: int) -> DialectError:
+    return DialectError(
+        "Too many long requests are in progress. Try again later.",
+        status=status,
+        code="overloaded",
+        retry_after=_RETRY_SECONDS,
+    )
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:

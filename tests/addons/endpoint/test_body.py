@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.endpoint import body as body_module
-from rolltap.addons.endpoint.body import _DECODERS, Bodies, decompress
+from rolltap.addons.endpoint.body import _DECODERS, Bodies, _Room, decompress
 from tests.addons.harness import until
 from tests.deep import examples
 
@@ -159,6 +159,78 @@ async def test_a_body_that_does_not_arrive_in_time_and_one_whose_client_hangs_up
     await held(bodies, 0)
 
 
+def gzipped(body):
+    """Return a request whose bytes have all arrived some time before their end is seen."""
+
+    async def arrive():
+        yield body
+        await asyncio.sleep(0)
+
+    content = mock.Mock(iter_any=arrive)
+    return mock.Mock(content=content, content_length=len(body), headers={"content-encoding": "gzip"})
+
+
+async def test_two_bodies_that_fit_one_after_the_other_are_both_read():
+    """The compressed bytes of both and the decompressed ones of one are more than a session may have."""
+    bodies = Bodies(LIMIT, 2 * LIMIT, 4 * LIMIT)
+    plain = os.urandom(LIMIT * 6 // 10)
+
+    async def read():
+        async with bodies.read(gzipped(gzip.compress(plain)), "s1") as body:
+            return body
+
+    assert await asyncio.gather(read(), read()) == [plain, plain]
+    assert not bodies.held
+    assert not bodies._turns
+    bodies.close()
+
+
+async def test_a_compressed_body_that_waits_for_its_turn_too_long_is_no_fault_of_ours():
+    bodies = Bodies(LIMIT, 2 * LIMIT, 4 * LIMIT)
+    async with bodies._turn("s1"):
+        bodies.patience = 0
+        with pytest.raises(DialectError) as refused:
+            async with bodies.read(gzipped(gzip.compress(b"x")), "s1"):
+                pass
+    assert (refused.value.status, refused.value.retry_after) == (429, 5)
+    bodies.close()
+
+
+async def test_a_flood_of_one_session_is_no_fault_of_ours_when_its_first_body_has_given_up():
+    bodies = Bodies(LIMIT, 2 * LIMIT, 3 * LIMIT)
+    bodies.patience = 0
+    await bodies._take(_Room("s2"), 2 * LIMIT - 10)
+    first, second = _Room("s1"), _Room("s1")
+    await bodies._take(first, 10)
+    await bodies._take(second, LIMIT)
+
+    async def more(room):
+        try:
+            await bodies._take(room, LIMIT)
+        except DialectError as error:
+            return error.status
+        finally:
+            bodies._free(room, room.held)
+
+    assert await asyncio.gather(more(first), more(second)) == [429, 429]
+    assert await more(_Room("s3")) is None
+    await bodies._take(_Room("s3"), LIMIT)
+    assert await more(_Room("s4")) == 503
+    bodies.close()
+
+
+async def test_room_that_is_there_at_the_end_of_the_patience_is_taken():
+    bodies = Bodies(LIMIT, LIMIT, LIMIT)
+    bodies.patience = 0
+    room = _Room("s1")
+    await bodies._take(room, LIMIT)
+    waiting = asyncio.create_task(bodies._take(_Room("s1"), LIMIT))
+    asyncio.get_running_loop().call_soon(bodies._free, room, LIMIT)
+    await waiting
+    assert bodies.held["s1"] == LIMIT
+    bodies.close()
+
+
 async def test_a_session_decompresses_one_body_at_a_time(monkeypatch):
     running, most, free = [], [], threading.Event()
 
@@ -172,12 +244,8 @@ async def test_a_session_decompresses_one_body_at_a_time(monkeypatch):
     monkeypatch.setattr(body_module, "decompress", decompress)
     bodies = Bodies(LIMIT, 2 * LIMIT, 20 * LIMIT)
 
-    def request(body):
-        content = mock.Mock(iter_any=lambda: chunks(body))
-        return mock.Mock(content=content, content_length=len(body), headers={"content-encoding": "gzip"})
-
     async def read(session):
-        async with bodies.read(request(session.encode()), session) as body:
+        async with bodies.read(gzipped(session.encode()), session) as body:
             return body
 
     reads = [asyncio.create_task(read(session)) for session in ("s1", "s1", "s1", "s2")]
