@@ -191,12 +191,8 @@ class Match:
             reasoning = echoed_reasoning(echo)
             issued = [turn for turn in turns if turn.call_id == echo.get("call_id")]
             turns = issued[:1] or [turn for turn in turns if turn.reasoning == reasoning]
-        for turn in turns[1:]:
-            if turn.completion_ids != turns[0].completion_ids:
-                return None
-            if turn.prompt_ids() != turns[0].prompt_ids():
-                return None
-        return turns[0] if turns else None
+        distinct = {(turn.hashed.digest(), len(turn.completion_ids)) for turn in turns}
+        return turns[0] if len(distinct) == 1 else None
 
 
 class History:

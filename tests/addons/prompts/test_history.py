@@ -1,5 +1,6 @@
 import json
 from array import array
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -402,6 +403,12 @@ class TestEqualReplies:
     def test_calls_with_equal_tokens_are_not_ambiguous(self, session):
         replies = [session.ask([user("Hi")], "Hello.<|im_end|>") for _ in range(2)]
         assert session.prompt([user("Hi"), replies[1], user("Go on")]).kind == "bridged"
+
+    def test_of_many_calls_with_equal_tokens_the_ids_of_one_prompt_are_joined(self, session):
+        replies = [session.ask([user("Hi")], "Hello.<|im_end|>") for _ in range(5)]
+        with mock.patch.object(Turn, "prompt_ids", autospec=True, side_effect=Turn.prompt_ids) as joined:
+            prompt = session.prompt([user("Hi"), replies[0], user("Go on")])
+        assert (prompt.kind, joined.call_count) == ("bridged", 1)
 
     def test_calls_with_equal_text_and_different_tokens_are_ambiguous(self, session, encode):
         whole, letters = encode("tool<|im_end|>"), [i for letter in "tool" for i in encode(letter)]
