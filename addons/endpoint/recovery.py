@@ -281,6 +281,7 @@ class RecoveredSession:
             self.conversations.history.incomplete = True
         past: list[PastCall] = []
         restored: list[tuple[Row, Turn]] = []
+        completed: dict[str | None, StoredCall] = {}
         indexed = {(dialect, rule)}
         for row in calls:
             own_rule = None
@@ -296,6 +297,8 @@ class RecoveredSession:
                     past.append(self._past(row, request))
                 if row["reply"] is not None:
                     restored.append((row, self._restore(row, request)))
+                    if first:
+                        self._name(row, completed)
             except _NOT_A_RECORDERS as error:
                 self.conversations.history.incomplete = True
                 leave_out(row, f"its messages are not those of a recorder ({error!r})")
@@ -357,9 +360,9 @@ class RecoveredSession:
         return PastCall(row, request, sampled_by)
 
     def _restore(self, row: Row, request: ModelCall) -> Turn:
-        """Let later requests continue a completed call, and name its reply."""
+        """Let later requests continue a completed call."""
         parent_id = row["parent_id"]
-        turn = self.conversations.restore(
+        return self.conversations.restore(
             row["call_id"],
             None if parent_id is None else self.conversations.history.turns[parent_id],
             row["prompt_tail_ids"],
@@ -368,16 +371,22 @@ class RecoveredSession:
             row["reply"],
             row["kind"],
         )
-        parent = self.stored.get(parent_id)
-        if row["dialect"] == NAMING_API and (parent_id is None or parent is not None):
-            self.stored[row["call_id"]] = StoredCall(
-                call_id=row["call_id"],
-                parent=parent,
-                messages=row["messages"],
-                reply=row["reply"],
-                asked=row["sampling"].get("asked", {}),
-            )
-        return turn
+
+    def _name(self, row: Row, completed: dict[str | None, StoredCall]) -> None:
+        """Let later requests name a completed call. `completed` has its parent, of any API.
+
+        Calls of other APIs cannot be named: they are kept only while a later call has them.
+        """
+        call = StoredCall(
+            call_id=row["call_id"],
+            parent=completed.get(row["parent_id"]),
+            messages=row["messages"],
+            reply=row["reply"],
+            asked=row["sampling"].get("asked", {}),
+        )
+        completed[call.call_id] = call
+        if row["dialect"] == NAMING_API:
+            self.stored[call.call_id] = call
 
     def _remember(self, restored: list[tuple[Row, Turn]], rows: list[Row]) -> None:
         """Let retries get the newest completed calls."""

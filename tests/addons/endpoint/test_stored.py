@@ -199,10 +199,32 @@ async def test_messages_of_named_calls_are_the_same_objects_in_each_request(clie
         assert all(a is b for a, b in zip(before.messages, after.messages, strict=False))
 
 
-async def test_a_call_of_another_api_is_part_of_the_conversation_that_it_began(client, harness):
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_call_of_another_api_is_part_of_the_conversation_that_it_began(
+    client, harness, scripted_engine, closed
+):
+    """Also for an idle session, after a restart, and in a compacted run."""
     reply = await harness.ask(user("First."))
     echo = {"role": "assistant", "content": said(reply[1])}
-    answer = await client.ask(user("First."), echo, user("Go on."), tools=[])
-    last = await client.ask(user("And?"), previous_response_id=answer["id"], tools=[])
-    assert kinds(harness)[1:] == [BRIDGED] * 2
-    assert last["previous_response_id"] == answer["id"]
+    first = await client.ask(user("First."), echo, user("Go on."), tools=[])
+    second = await client.ask(user("And?"), previous_response_id=first["id"], tools=[])
+    harness.endpoint.forget_idle(0)
+    third = await client.ask(user("Well?"), previous_response_id=second["id"], tools=[])
+    if closed:
+        harness.endpoint.writer.close()
+    async with restarted(harness, scripted_engine) as again:
+        last = await again.ask(user("So?"), previous_response_id=third["id"], tools=[])
+        await again.ask(user("No?"), previous_response_id=first["id"], tools=[])
+    assert kinds(harness)[1:] == [BRIDGED] * 5
+    assert last["previous_response_id"] == third["id"]
+    with_first = [json.loads(call["messages"]) for call in harness.calls()]
+    assert [messages[-1]["content"] for messages in with_first] == ["First.", "Go on.", "And?", "Well?", "So?", "No?"]
+
+
+async def test_a_call_of_another_api_is_not_found_by_an_id_of_responses(client, harness):
+    await harness.ask(user("First."))
+    (call,) = harness.calls()
+    for _ in range(2):
+        refusal = await client.refusal(user(), previous_response_id=f"resp_{call['call_id']}")
+        assert refusal[:2] == (400, "previous_response_not_found")
+        harness.endpoint.forget_idle(0)
