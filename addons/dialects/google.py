@@ -255,8 +255,7 @@ def _system_part(fields: Fields) -> Part:
 def _part(content: Fields) -> Part:
     """Decode a content: tool messages and a text of the user, or a message of the model.
 
-    A function call has the id of the wire, or that with which it was issued if the content is
-    signed. Otherwise its id is empty, as that of a response may be: see `_link`.
+    The ids of calls and responses are those of the wire, which may be empty: see `_link`.
     """
     is_model = bool(content["role"]) and content.choice("role", _ROLES) == "model"
     part = Part()
@@ -276,9 +275,6 @@ def _part(content: Fields) -> Part:
             texts.append(_text(piece, part))
     text = "".join(texts)
     if is_model:
-        for index, call in enumerate(calls):
-            if call_id and not call["id"]:
-                call["id"] = tool_call_id(call_id, index)
         message = assistant_message(text, "".join(thoughts), calls, call_id)
         part.messages.append(message)
     elif text or not part.messages:
@@ -336,18 +332,26 @@ def _text(piece: Fields, part: Part) -> str:
 def _link(parts: Iterable[Part]) -> None:
     """Give calls and responses their ids. Those of parts that are known stay as they are.
 
-    A call without an id gets a numbered one. A response answers an open call of the last model
-    turn: the call with its id, else the first call with its name.
+    A call without an id gets that with which it was issued, if its turn was signed up to there,
+    and else a numbered one. A response answers an open call of the last model turn: the call with
+    its id, else the first call with its name.
     """
     number = 0
     in_turn = False
+    first = 0
+    call_id: str | None = None
     open_calls: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
     for part in parts:
         for message in part.messages:
             if message["role"] == "assistant" and not in_turn:
                 open_calls.clear()
+                first = number
+                call_id = None
             in_turn = message["role"] == "assistant"
+            call_id = call_id or message.get("call_id")
             for call in message.get("tool_calls", ()):
+                if call_id and not call["id"]:
+                    call["id"] = tool_call_id(call_id, number - first)
                 number += 1
                 call["id"] = call["id"] or f"call_{number}"
                 open_calls[call["function"]["name"]][call["id"]] = None

@@ -182,6 +182,19 @@ class TestDecode:
         (model,) = decode_contents({"role": "model", "parts": parts})
         assert model["tool_calls"][0]["id"] == tool_call_id("call-7", 0)
 
+    @pytest.mark.parametrize("signatures", [0, 1, 2])
+    def test_a_turn_in_several_contents_has_the_ids_that_its_calls_were_issued_with(self, signatures):
+        pieces = [{"functionCall": {"name": "look"}} for _ in range(2)]
+        for piece in pieces[:signatures]:
+            piece["thoughtSignature"] = sign("call-7")
+        answers = answered({"name": "look"}, {"name": "look"})
+        split = [{"role": "model", "parts": [piece]} for piece in pieces]
+        ids = [tool_call_id("call-7", 0), tool_call_id("call-7", 1)] if signatures else ["call_1", "call_2"]
+        for turn in ([{"role": "model", "parts": pieces}], split):
+            model, *results = decode_contents(*turn, answers)
+            assert [call["id"] for call in model["tool_calls"]] == ids
+            assert [result["tool_call_id"] for result in results] == ids
+
     @pytest.mark.parametrize(
         ("contents", "ids"),
         [
