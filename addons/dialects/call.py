@@ -143,7 +143,7 @@ class WireTool:
     """True when the input is a text (`FREEFORM_ARGUMENT`) instead of JSON arguments."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
     """The result of decoding an element of a conversation: see `dialect.decode_parts`."""
 
@@ -152,6 +152,8 @@ class Part:
     """Number of images, audio parts and files in the element, which have a text in their place."""
     element: Object | None = None
     """The element, if its messages depend on the rest of the request. It is decoded again."""
+    tool: tuple[str, str] | None = None
+    """Namespace and name of the tool that the part calls, if it is in a namespace."""
     turn: Message | None = None
     """The turn of the model that ends with this part: see `dialect.join_turns`."""
 

@@ -5,7 +5,7 @@ Field names follow the OpenAI API reference. Its peculiarities:
 | on the wire | here |
 | --- | --- |
 | one reply is several items: reasoning, message, calls | consecutive ones are one message |
-| tools have namespaces | a namespace is a prefix of the name: see `_shown_name` |
+| tools have namespaces | a namespace is a prefix of the name: see `_shown_names` |
 | tools may stand among the items: `additional_tools` | they are tools of the request |
 | `previous_response_id`, `item_reference` | messages and items of earlier replies: see `stored` |
 | a `compaction_trigger`, or the path `/responses/compact` | the model is asked for a summary |
@@ -13,7 +13,9 @@ Field names follow the OpenAI API reference. Its peculiarities:
 | `/v1/models` belongs to Chat Completions | Codex has its own path for its catalogue of models |
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,8 +79,8 @@ _ORPHAN = "No tool call found for function call output with call_id {}."
 _LONGEST_REPEATED = 512 * 1024
 """Bytes of a field that the response repeats: no longer one is encoded in the event loop."""
 
-_Offered = dict[str, tuple[Tool, WireTool]]
-"""Name that the model sees -> the tool, and its form on the wire."""
+_Offered = dict[tuple[str, str], tuple[Tool, WireTool]]
+"""Namespace or "", and name -> the tool, and its form on the wire."""
 
 
 class OpenAIResponses(OpenAIDialect):
@@ -176,6 +178,8 @@ def _decode(
             raise DialectError(f"'{item.place()}' {why}.")
         else:
             is_compaction = True
+    names = _shown_names(offered)
+    parts = _with_shown_names(parts, names)
     earlier, *parts = _named([Part([*before]), *parts])
     said = [part for part in parts if part.messages]
     messages = _instructions(fields) + earlier.messages + dialect.join_turns(said, "\n\n")
@@ -196,7 +200,9 @@ def _decode(
         client_metadata=metadata.texts_by_place(*metadata.values),
         repeated=_repeated(fields),
     )
-    for name, (tool, wire) in offered.items():
+    for key, (tool, wire) in offered.items():
+        name = names[key]
+        tool["function"]["name"] = name
         call.tools.append(tool)
         if wire != WireTool(name):
             call.wire_tools[name] = wire
@@ -261,10 +267,10 @@ def _part(item: Fields) -> Part:
             message = assistant_message("", "\n\n".join(texts), [], call_id)
         case "function_call":
             arguments = parse_arguments(item.text("arguments"))
-            message = assistant_message("", "", [_tool_call(item, arguments)])
+            message = _call_message(item, arguments, part)
         case "custom_tool_call":
             arguments = {FREEFORM_ARGUMENT: item.text("input")}
-            message = assistant_message("", "", [_tool_call(item, arguments)])
+            message = _call_message(item, arguments, part)
         case "function_call_output" | "custom_tool_call_output":
             content = read_content(item, "output", part)
             call_id = item.identifier("call_id")
@@ -285,17 +291,67 @@ def _part(item: Fields) -> Part:
     return part
 
 
-def _tool_call(item: Fields, arguments: Any) -> Object:
+def _call_message(
+    item: Fields,
+    arguments: Any,
+    part: Part,
+) -> Message:
     namespace = item.text("namespace", "")
-    name = _shown_name(namespace, item.text("name"))
-    return message_tool_call(item.identifier("call_id"), name, arguments)
+    name = item.text("name")
+    if namespace:
+        part.tool = (namespace, name)
+        name = f"{namespace}__{name}"
+    call = message_tool_call(item.identifier("call_id"), name, arguments)
+    return assistant_message("", "", [call])
 
 
-def _shown_name(namespace: str | None, name: str) -> str:
-    """Return the name of a tool that the model sees. It has no namespaces."""
-    if not namespace:
-        return name
-    return f"{namespace}__{name}"
+def _shown_names(offered: _Offered) -> dict[tuple[str, str], str]:
+    """Return the names of the tools that the model sees. It has no namespaces.
+
+    A namespace is a prefix of the name. A number tells it from a tool which has that name already.
+    """
+    names: dict[tuple[str, str], str] = {}
+    taken = {name for namespace, name in offered if not namespace}
+    numbers: Counter[str] = Counter()
+    for namespace, name in offered:
+        shown = name
+        if namespace:
+            prefixed = f"{namespace}__{name}"
+            shown = prefixed
+            while shown in taken:
+                numbers[prefixed] += 1
+                shown = f"{prefixed}_{numbers[prefixed]}"
+            taken.add(shown)
+        names[namespace, name] = shown
+    return names
+
+
+def _with_shown_names(
+    parts: list[Part],
+    names: dict[tuple[str, str], str],
+) -> list[Part]:
+    """Return the parts with the names that the model sees in calls of tools in namespaces.
+
+    No part is changed: another request may have other tools. A tool that is not offered has its
+    plain name.
+    """
+    whole: list[Part] = []
+    renamed = False
+    for part in parts:
+        if part.tool is not None:
+            namespace, name = part.tool
+            shown = names.get(part.tool, f"{namespace}__{name}")
+            (message,) = part.messages
+            (call,) = message["tool_calls"]
+            function = call["function"]
+            if function["name"] != shown:
+                renamed = True
+                call = message_tool_call(call["id"], shown, function["arguments"])
+                part = replace(part, messages=[{**message, "tool_calls": [call]}])
+        if renamed:  # the turns after it may be made of it
+            part = replace(part, turn=None)
+        whole.append(part)
+    return whole
 
 
 def _read_tools(
@@ -314,25 +370,23 @@ def _read_tools(
             for inner in tool.objects("tools"):
                 _add_tool(inner, namespace, offered)
         elif kind in ("function", "custom"):
-            _add_tool(tool, None, offered)
+            _add_tool(tool, "", offered)
         else:
             hosted.append(tool.values)
 
 
 def _add_tool(
     tool: Fields,
-    namespace: str | None,
+    namespace: str,
     offered: _Offered,
 ) -> None:
     is_freeform = tool.choice("type", ("function", "custom")) == "custom"
-    wire = WireTool(tool.tool_name("name"), namespace, is_freeform)
-    shown = _shown_name(namespace, wire.name)
-    if shown in offered and offered[shown][1].namespace != namespace:
-        raise tool.refusal("name", f"another one: two tools are shown as {described(shown)}")
+    name = tool.tool_name("name")
     description = tool.maybe("description", str)
     if is_freeform:
         grammar = tool.inner("format").maybe("definition", str)
-        function = freeform_tool(shown, description, grammar)
+        function = freeform_tool(name, description, grammar)
     else:
-        function = function_tool(shown, description, tool.maybe("parameters", dict))
-    offered[shown] = function, wire
+        function = function_tool(name, description, tool.maybe("parameters", dict))
+    wire = WireTool(name, namespace or None, is_freeform)
+    offered[namespace, name] = function, wire

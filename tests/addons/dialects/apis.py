@@ -265,6 +265,7 @@ RESPONSES = Api(
         {"role": "assistant", "content": "One more."},
         {"role": "user", "content": [{"type": "input_image", "image_url": "https://x.example/a.png"}]},
         {"type": "additional_tools", "tools": [{"type": "custom", "name": "more"}]},
+        {"type": "additional_tools", "tools": [{"type": "function", "name": "agents__spawn"}]},
         {"type": "compaction", "encrypted_content": of_responses.SUMMARY},
         {"type": "compaction_trigger"},
     ),

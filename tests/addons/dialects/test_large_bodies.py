@@ -19,6 +19,14 @@ def test_many_tools_have_their_own_names():
     assert [tool["function"]["name"] for tool in call.tools] == names
 
 
+def test_many_tools_that_would_have_the_same_name_have_different_ones():
+    parts = ["a"] * 80
+    names = [("__".join(parts[:i]), "__".join(parts[i:])) for i in range(1, len(parts))]
+    tools = [{"type": "namespace", "name": a, "tools": [{"type": "function", "name": b}]} for a, b in names]
+    call = RESPONSES.decode({"input": "Hi", "tools": tools})
+    assert len({tool["function"]["name"] for tool in call.tools}) == len(tools)
+
+
 @pytest.mark.parametrize("ids", [True, False], ids=["by id", "by name"])
 def test_many_function_responses_find_their_calls(ids):
     fields = [{"name": "look"} | ({"id": f"c{i}"} if ids else {}) for i in range(MANY)]

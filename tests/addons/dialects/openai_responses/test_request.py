@@ -152,6 +152,25 @@ class TestDecode:
         (message,) = decode_items(call, tools=[])
         assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
+    @pytest.mark.parametrize("plain_first", [True, False])
+    def test_no_two_tools_are_shown_under_one_name(self, plain_first):
+        tools = [{**LOOK, "name": "agents__spawn"}, AGENTS]
+        call = decode(
+            tools=tools if plain_first else tools[::-1],
+            input=[
+                {"type": "function_call", "call_id": "t1", "name": "agents__spawn", "arguments": "{}"},
+                {"type": "function_call", "call_id": "t2", "name": "spawn", "namespace": "agents", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "t2", "output": "Done."},
+            ],
+        )
+        names = ["agents__spawn", "agents__spawn_1"]
+        assert {*names} < {tool["function"]["name"] for tool in call.tools}
+        *_, model, result = call.messages
+        assert [made["function"]["name"] for made in model["tool_calls"]] == names
+        assert result["name"] == "agents__spawn_1"
+        assert "agents__spawn" not in call.wire_tools
+        assert call.wire_tools["agents__spawn_1"] == WireTool("spawn", namespace="agents")
+
 
 SUMMARY = base64.b64encode(b"rolltap-summary:They greeted.").decode()
 """The content of a compaction item, as it is issued."""
@@ -183,10 +202,6 @@ REFUSED = [
     ({"tools": [LOOK, "x"]}, "'tools[1]'"),
     ({"tools": [{"type": "function"}]}, "'tools[0].name'"),
     ({"tools": [{"type": "namespace", "name": "n", "tools": [SEARCH]}]}, "'tools[0].tools[0].type'"),
-    (
-        {"tools": [{**LOOK, "name": "agents__spawn"}, AGENTS]},
-        "'tools[1].tools[0].name' must be another one: two tools are shown as 'agents__spawn'",
-    ),
     ({"max_output_tokens": 0}, "'max_output_tokens'"),
     ({"background": True}, "'background'"),
     ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
