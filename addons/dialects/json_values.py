@@ -69,7 +69,7 @@ def check_values(text: bytes) -> None:
     """
     if len(text) <= MOST_VALUES:
         return
-    within = _marks(text)
+    within = count_marks(text)
     if within > MOST_VALUES and _outside_of_texts(text) > MOST_VALUES:
         raise TooManyValues(f"it has more than {MOST_VALUES:,} values")
     # an escape such as \u002c hides a comma of the JSON within a text
@@ -77,7 +77,8 @@ def check_values(text: bytes) -> None:
         raise TooManyValues(f"it has more than {MOST_VALUES:,} values")
 
 
-def _marks(text: bytes) -> int:
+def count_marks(text: bytes) -> int:
+    """Return about the number of values of a JSON text, and of the JSON within its texts."""
     return len(text) - len(text.translate(None, _BEFORE_A_VALUE))
 
 
@@ -88,7 +89,7 @@ def _outside_of_texts(text: bytes) -> int:
     """
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     pieces = plain.split(b'"', 2 * MOST_VALUES + 4)
-    return _marks(b"".join(pieces[::2]))
+    return count_marks(b"".join(pieces[::2]))
 
 
 def _number(kind: type[float], text: str) -> float:

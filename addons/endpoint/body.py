@@ -9,6 +9,7 @@ import asyncio
 import io
 import re
 import secrets
+import sys
 import threading
 import zlib
 from bisect import bisect_right
@@ -32,6 +33,7 @@ from rolltap.addons.dialects.json_values import (
     MOST_LEVELS_OF_A_BODY,
     bounded_value,
     check_values,
+    count_marks,
 )
 
 BODY_LIMIT = 32 * 1024 * 1024
@@ -45,16 +47,22 @@ _RETRY_SECONDS = 5
 _PIECE = 64 * 1024
 _RECENT = 4
 """Conversations of a session that are kept: agents and sub-agents alternate."""
-_MOST_KEPT = 4 * 1024 * 1024
-"""Characters of their texts in total."""
+_MOST_KEPT = 64 * 1024 * 1024
+"""Bytes of memory that they may take in total. A million tokens of code count as about 45 MB."""
 _MOST_OF_ALL = 256 * 1024 * 1024
 """The same for all sessions together."""
+_VALUE_BYTES = 64
+"""About the most bytes of a parsed value, besides those of its text."""
+_ELEMENT_BYTES = 512
+"""The same for what each element of a conversation needs besides its values."""
 _FIRST_STEP = 4096
 """Characters that are compared first. Then it is twice as many, again and again."""
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _PLACE = secrets.token_hex()
 """Stands for the list in the rest of a body, which is parsed without it."""
+_WIDE = re.compile(r"\\u(?!00)")
+"""An escape of a character that can take 4 bytes, and with it each character of its text."""
 
 
 class Bodies:
@@ -264,71 +272,107 @@ class Elements:
     """The parts of the first elements."""
     nearest: "Elements | None" = field(default=None, repr=False)
     """The earlier ones of which these go on."""
+    parsed_bytes: int = 0
+    """About the most bytes of memory of the values in all parts."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About the most bytes of memory that the text and the parts take."""
+        return sys.getsizeof(self.text) + _ELEMENT_BYTES * len(self.ends) + self.parsed_bytes
+
+
+@dataclass(slots=True)
+class Decoded:
+    """A decoded request."""
+
+    dialect: Dialect
+    model_call: ModelCall
+    num_bytes: int
+    """Bytes of its body."""
+    elements: Elements | None = None
+    """Its conversation with all parts, for `RecentBodies.keep`, once."""
 
 
 class KeptTexts:
     """The `RecentBodies` of all sessions: those that were used least recently are forgotten when
-    their texts have more than `most` characters together. Thread-safe."""
+    they take more than `most` bytes of memory together."""
 
     def __init__(self, most: int = _MOST_OF_ALL) -> None:
+        self.lock = threading.Lock()
+        """For what each of them keeps, and for the account of it."""
         self._most = most
-        self._lock = threading.Lock()
-        self._lengths: OrderedDict[RecentBodies, int] = OrderedDict()
+        self._sizes: OrderedDict[RecentBodies, int] = OrderedDict()
         self._total = 0
 
-    def note(self, bodies: "RecentBodies", length: int) -> None:
-        """Note how many characters a session holds from now on. It is used now."""
-        with self._lock:
-            self._total += length - self._lengths.pop(bodies, 0)
-            if length:
-                self._lengths[bodies] = length
-            while self._total > self._most:
-                forgotten, freed = self._lengths.popitem(last=False)
-                self._total -= freed
-                forgotten.forget()
+    def note(self, bodies: "RecentBodies", num_bytes: int) -> None:
+        """Note how many bytes a session keeps from now on. It is used now.
+
+        The caller holds the lock.
+        """
+        self._total += num_bytes - self._sizes.pop(bodies, 0)
+        if num_bytes:
+            self._sizes[bodies] = num_bytes
+        while self._total > self._most:
+            forgotten, freed = self._sizes.popitem(last=False)
+            self._total -= freed
+            forgotten.forget()
 
 
 class RecentBodies:
-    """The conversations in the last requests of a session. For one thread at a time.
+    """The conversations in the last accepted requests of a session.
 
-    It holds the text of each and the messages in it: about twice its bytes.
+    It keeps the text of each and the parts that it was decoded to.
     """
 
     def __init__(self, texts: KeptTexts) -> None:
         self._texts = texts
+        self._closed = False
         self._recent: list[tuple[Dialect, Elements]] = []
+        """Replaced and not changed: a thread may read it."""
 
     def forget(self) -> None:
-        """Forget all: later bodies are parsed as a whole. Any thread may call it."""
+        """Forget all: later bodies are parsed as a whole. The caller holds the lock."""
         self._recent = []
 
     def close(self) -> None:
-        """Forget all, and hold nothing from now on."""
-        self.forget()
-        self._texts.note(self, 0)
+        """Forget all, and keep nothing from now on."""
+        with self._texts.lock:
+            self._closed = True
+            self.forget()
+            self._texts.note(self, 0)
 
-    def decode(self, dialect: Dialect, body: bytes, target: str) -> ModelCall:
+    def decode(self, dialect: Dialect, body: bytes, target: str) -> Decoded:
         """Return the decoded request. Raises as `parse_object` and `Dialect.decode`."""
         recent = [elements for other, elements in self._recent if other is dialect]
         found = read(body, dialect.CONVERSATION, recent)
         if found is None:
-            return dialect.decode(parse_object(body), target)
+            return Decoded(dialect, dialect.decode(parse_object(body), target), len(body))
         request, elements = found
         model_call = dialect.decode(request, target, elements.known)
+        decoded = Decoded(dialect, model_call, len(body))
         if len(model_call.parts) == len(elements.ends):
-            self._keep(dialect, elements, model_call.parts)
-        return model_call
+            elements.known = model_call.parts
+            decoded.elements = elements
+        return decoded
 
-    def _keep(self, dialect: Dialect, elements: Elements, parts: Sequence[Part]) -> None:
-        """Keep a conversation in place of the one that it goes on."""
-        kept = [entry for entry in self._recent if entry[1] is not elements.nearest]
-        kept.append((dialect, Elements(elements.text, elements.ends, parts)))
-        kept = kept[-_RECENT:]
-        length = sum(len(entry[1].text) for entry in kept)
-        while length > _MOST_KEPT:
-            length -= len(kept.pop(0)[1].text)
-        self._recent = kept
-        self._texts.note(self, length)
+    def keep(self, decoded: Decoded) -> None:
+        """Keep the conversation of an accepted request in place of the one that it goes on."""
+        elements = decoded.elements
+        decoded.elements = None
+        if elements is None:
+            return
+        with self._texts.lock:
+            if self._closed:
+                return
+            kept = [entry for entry in self._recent if entry[1] is not elements.nearest]
+            elements.nearest = None
+            kept.append((decoded.dialect, elements))
+            kept = kept[-_RECENT:]
+            num_bytes = sum(entry[1].num_bytes for entry in kept)
+            while num_bytes > _MOST_KEPT:
+                num_bytes -= kept.pop(0)[1].num_bytes
+            self._recent = kept
+            self._texts.note(self, num_bytes)
 
 
 def read(
@@ -380,9 +424,25 @@ def _read(text: str, key: str, recent: Sequence[Elements]) -> tuple[dict[str, An
     request[key] = values
     request = bounded_value(request, text[:begin] + text[start:], MOST_LEVELS_OF_A_BODY)
     elements = Elements(text[begin : begin + ends[-1]], ends, nearest.known[:known])
+    new = elements.text
+    if known == len(nearest.ends):
+        elements.parsed_bytes = nearest.parsed_bytes
+        new = text[start : begin + ends[-1]]
+    if new:
+        elements.parsed_bytes += _parsed_bytes(new)
     if 2 * known > len(nearest.ends):
         elements.nearest = nearest
     return request, elements
+
+
+def _parsed_bytes(text: str) -> int:
+    """Return about the most bytes of memory of what is parsed from a JSON text."""
+    size = sys.getsizeof(text)
+    if _WIDE.search(text):
+        size = 4 * len(text)
+    # an escape hides a mark in the JSON within a text
+    num_values = count_marks(text.encode()) + text.count(r"\u00")
+    return size + _VALUE_BYTES * num_values
 
 
 def _skip(text: str, at: int) -> int:

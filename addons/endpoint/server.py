@@ -189,16 +189,17 @@ class Endpoint:
                 return _json(dialect.encode_models(asked.target, models, now))
             async with self._bodies.read(request, asked.session_id) as body:
                 session = self._session(asked)
-                model_call = await session.decode(dialect, body, asked)
+                decoded = await session.decode(dialect, body, asked)
                 if route.service == "count_tokens":
-                    num_tokens = await session.count_tokens(dialect, model_call, len(body))
+                    num_tokens = await session.count_tokens(decoded)
                     return _json(dialect.encode_token_count(num_tokens))
                 window = (await self._engine(asked)).context_window
                 # an idle session may be dropped while its request waits for an engine
                 session = self._session(asked)
-                generation = await session.begin(dialect, model_call, len(body), asked, window)
+                generation = await session.begin(decoded, asked, window)
         except Exception as error:
             return error_response(dialect, self._reject(asked, error))
+        model_call = decoded.model_call
         num_prompt = generation.usage.prompt
         context = ReplyContext(generation.call_id, now, asked.target, model_call, num_prompt)
         answer = stream if model_call.stream else respond

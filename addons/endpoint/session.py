@@ -16,7 +16,7 @@ from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, Message, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.openai_responses.stored import NAMING_API, NeedsStoredState, StoredCall
-from rolltap.addons.endpoint.body import KeptTexts, RecentBodies
+from rolltap.addons.endpoint.body import Decoded, KeptTexts, RecentBodies
 from rolltap.addons.endpoint.budget import (
     FINAL_STATUS,
     Grant,
@@ -131,7 +131,7 @@ class Session:
         """Note that the session is used."""
         self.used_at = asyncio.get_running_loop().time()
 
-    async def decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
+    async def decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> Decoded:
         """Return the decoded request.
 
         Raises `DialectError` for an invalid request and when the session has ended, and `OSError`
@@ -140,7 +140,7 @@ class Session:
         async with self._order:
             recovered = await self._open()
             try:
-                model_call = await self._work(
+                decoded = await self._work(
                     len(body),
                     self._bodies.decode,
                     dialect,
@@ -152,23 +152,23 @@ class Session:
                 num_bytes = max(len(body), INLINE_BYTES)
                 complete = partial(_complete, named, dialect, recovered)
                 model_call = await self._work(num_bytes, complete)
+                decoded = Decoded(dialect, model_call, len(body))
+        model_call = decoded.model_call
         model_call.again = recovered.again
         if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
         if self.options.images == "refuse" and model_call.hidden_parts:
             others = f"other parts (images, audio, files): {model_call.hidden_parts}"
             raise DialectError(f"This model takes text only. The conversation has {others}.")
-        return model_call
+        return decoded
 
     async def begin(
         self,
-        dialect: Dialect,
-        model_call: ModelCall,
-        num_bytes: int,
+        decoded: Decoded,
         request: ClientRequest,
         context_window: int,
     ) -> Generation:
-        """Return the call that a decoded request of `num_bytes` bytes repeats, or start one.
+        """Return the call that a decoded request repeats, or start one.
 
         `context_window` is the engine's, in tokens. Raises `DialectError` when the session has
         ended, a budget is used up or the prompt fills the window, `RunError` when the session's
@@ -181,15 +181,16 @@ class Session:
             async with self._order:
                 recovered = await self._open()
                 prepared = await self._work(
-                    self._work_bytes(recovered, num_bytes),
+                    self._work_bytes(recovered, decoded.num_bytes),
                     self._prepare,
                     recovered,
-                    dialect,
-                    model_call,
+                    decoded.dialect,
+                    decoded.model_call,
                     request,
                     context_window,
                 )
                 self._check_open()  # the session may have ended meanwhile
+                self._bodies.keep(decoded)  # its prompt fits the window
                 if not isinstance(prepared, PreparedCall):
                     return prepared
                 retried = find_retried(recovered.calls, prepared.digest, request.headers)
@@ -200,20 +201,25 @@ class Session:
                 if self._budget is None:
                     self._budget = SessionBudget(self.options, recovered.used)
                 budget = self._budget
-                grant = budget.take(dialect, prepared.sampling["max_tokens"])
+                grant = budget.take(decoded.dialect, prepared.sampling["max_tokens"])
                 if grant is not None:
                     return self._start(recovered, prepared, request, grant)
             await budget.settled()
 
-    async def count_tokens(self, dialect: Dialect, model_call: ModelCall, num_bytes: int) -> int:
-        """Return the prompt tokens of a decoded request of `num_bytes` bytes.
+    async def count_tokens(self, decoded: Decoded) -> int:
+        """Return the prompt tokens of a decoded request.
 
         They may be more than the window. Raises as `decode`.
         """
         async with self._order:
             recovered = await self._open()
-            num_bytes = self._work_bytes(recovered, num_bytes)
-            prompt = await self._work(num_bytes, self._prompt, recovered, dialect, model_call)
+            prompt = await self._work(
+                self._work_bytes(recovered, decoded.num_bytes),
+                self._prompt,
+                recovered,
+                decoded.dialect,
+                decoded.model_call,
+            )
             return len(prompt.ids)
 
     def settle(self) -> None:

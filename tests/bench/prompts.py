@@ -51,7 +51,9 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
     for number in range(10_000):
         body = json.dumps({"model": "bench", "messages": messages, "tools": tools}).encode()
         started = time.process_time()
-        call = bodies.decode(routes.CHAT, body, "/v1/chat/completions")
+        read = bodies.decode(routes.CHAT, body, "/v1/chat/completions")
+        bodies.keep(read)
+        call = read.model_call
         decoded = time.process_time()
         prompt = conversations.prompt(call)
         made = time.process_time()

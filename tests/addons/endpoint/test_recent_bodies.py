@@ -1,4 +1,7 @@
+import gc
 import json
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -137,23 +140,79 @@ def body_of(*contents):
     return json.dumps({"messages": messages}).encode()
 
 
+def called(arguments, times=1):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "tool_calls": [call] * times}, {"role": "user", "content": "a"}]
+
+
+def small_messages(number):
+    return [{"role": "user", "content": str(index)} for index in range(number)]
+
+
+def calls_of_one_message(number):
+    return called("{}", number)
+
+
+def empty_lists(number):
+    return called("[" + "[]," * number + "0]")
+
+
+def empty_objects(number):
+    return called("[" + "{}," * number + "0]")
+
+
+def objects_of_one_key(number):
+    return called("[" + '{"a":1},' * number + "0]")
+
+
+def lists_of_one_value(number):
+    return called("[" + "[0]," * number + "0]")
+
+
+def short_texts(number):
+    return called("[" + '"é☃",' * number + "0]")
+
+
+def one_emoji(number):
+    return [{"role": "user", "content": "😀" + "x" * 10 * number}]
+
+
+MOST_MEMORY = [
+    small_messages,
+    calls_of_one_message,
+    empty_lists,
+    empty_objects,
+    objects_of_one_key,
+    lists_of_one_value,
+    short_texts,
+    one_emoji,
+]
+"""Conversations that take much memory for their bytes."""
+
+
+def accepted(bodies, body, dialect=routes.CHAT, target="/"):
+    decoded = bodies.decode(dialect, body, target)
+    bodies.keep(decoded)
+    return decoded.model_call
+
+
 class TestRecentBodies:
     def test_messages_that_came_before_are_the_same_objects(self):
         recent = RecentBodies(KeptTexts())
-        first = recent.decode(routes.CHAT, body_of("a", "b"), "/")
-        other = recent.decode(routes.CHAT, body_of("sub-agent"), "/")
+        first = accepted(recent, body_of("a", "b"))
+        other = accepted(recent, body_of("sub-agent"))
         body = body_of("a", "b", "c")
-        second = recent.decode(routes.CHAT, body, "/")
+        second = accepted(recent, body)
         assert second.messages == routes.CHAT.decode(parse_object(body), "/").messages
         assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
-        later = recent.decode(routes.CHAT, body_of("sub-agent", "d"), "/")
+        later = accepted(recent, body_of("sub-agent", "d"))
         assert later.messages[0] is other.messages[0]
 
     def test_a_request_to_another_api_shares_nothing(self):
         recent = RecentBodies(KeptTexts())
-        first = recent.decode(routes.CHAT, body_of("a", "b"), "/")
+        first = accepted(recent, body_of("a", "b"))
         body = b'{"max_tokens": 1, ' + body_of("a", "b", "c")[1:]
-        other = recent.decode(routes.MESSAGES, body, "/v1/messages")
+        other = accepted(recent, body, routes.MESSAGES, "/v1/messages")
         assert other.messages[0] is not first.messages[0]
 
     def test_a_conversation_before_known_elements_changes_none_of_their_messages(self):
@@ -161,7 +220,7 @@ class TestRecentBodies:
         summary = {"type": "compaction", "encrypted_content": SUMMARY}
         output = {"type": "function_call_output", "call_id": "c1", "output": "x"}
         request = {"input": [summary, output]}
-        first = recent.decode(routes.RESPONSES, json.dumps(request).encode(), "/")
+        first = accepted(recent, json.dumps(request).encode(), routes.RESPONSES)
         called = assistant_message("", "", [message_tool_call("c1", "look", "{}")])
         stored = StoredCall(call_id="a", parent=None, messages=[], reply=called, asked={})
         naming = {**request, "previous_response_id": "resp_a"}
@@ -170,13 +229,13 @@ class TestRecentBodies:
         second = named.value.complete({"a": stored}.get)
         assert second.messages[-1]["name"] == "look"
         assert second.messages[-2] is first.messages[0]
-        again = recent.decode(routes.RESPONSES, json.dumps(request).encode(), "/")
+        again = accepted(recent, json.dumps(request).encode(), routes.RESPONSES)
         assert again.messages == routes.RESPONSES.decode(request, "/").messages
         assert again.messages[-1] is first.messages[-1]
 
     def test_an_invalid_request_is_refused_in_the_words_of_a_whole_parse_and_forgets_nothing(self):
         recent = RecentBodies(KeptTexts())
-        first = recent.decode(routes.CHAT, body_of("a"), "/")
+        first = accepted(recent, body_of("a"))
         for body in (
             b'{"messages": [}',
             b'{"messages": [{"role": "other"}]}',
@@ -187,25 +246,32 @@ class TestRecentBodies:
             with pytest.raises(DialectError) as expected:
                 routes.CHAT.decode(parse_object(body), "/")
             assert str(refused.value) == str(expected.value)
-        assert recent.decode(routes.CHAT, body_of("a", "b"), "/").messages[0] is first.messages[0]
+        assert accepted(recent, body_of("a", "b")).messages[0] is first.messages[0]
 
-    def test_few_conversations_and_a_bounded_text_are_kept(self, monkeypatch):
-        monkeypatch.setattr(bodies_of_requests, "_MOST_KEPT", 1000)
+    def test_a_request_that_was_not_accepted_is_not_kept(self):
         recent = RecentBodies(KeptTexts())
+        first = recent.decode(routes.CHAT, body_of("a"), "/").model_call
+        assert accepted(recent, body_of("a", "b")).messages[0] is not first.messages[0]
+
+    def test_few_conversations_of_bounded_size_are_kept(self, monkeypatch):
+        recent = RecentBodies(KeptTexts())
+        each = recent.decode(routes.CHAT, body_of("conversation 0", "a" * 200), "/").elements
+        monkeypatch.setattr(bodies_of_requests, "_MOST_KEPT", 2 * each.num_bytes)
         for number in range(10):
-            recent.decode(routes.CHAT, body_of(f"conversation {number}", "a" * 300), "/")
+            accepted(recent, body_of(f"conversation {number}", "a" * 200))
         kept = [json.loads(kept.text + "]")[0]["content"] for _, kept in recent._recent]
         assert kept == ["conversation 8", "conversation 9"]
-        recent.decode(routes.CHAT, body_of("a" * 2000), "/")
+        accepted(recent, body_of("a" * 2500))
         assert recent._recent == []
 
     def test_of_all_sessions_those_that_asked_last_keep_their_texts(self):
         body = body_of("a" * 100)
-        texts = KeptTexts(most=2 * len(body))
+        size = RecentBodies(KeptTexts()).decode(routes.CHAT, body, "/").elements.num_bytes
+        texts = KeptTexts(most=2 * size)
         first, second, third = (RecentBodies(texts) for _ in range(3))
 
         def decode(bodies):
-            return bodies.decode(routes.CHAT, body, "/").messages[0]
+            return accepted(bodies, body).messages[0]
 
         known = {bodies: decode(bodies) for bodies in (first, second)}
         assert decode(first) is known[first]
@@ -214,10 +280,43 @@ class TestRecentBodies:
         assert decode(first) is known[first]
         assert decode(second) is not known[second]
 
-    def test_one_that_is_closed_holds_nothing(self):
+    def test_one_that_is_closed_keeps_nothing_even_if_a_request_is_accepted_later(self):
         texts = KeptTexts()
         bodies = RecentBodies(texts)
-        first = bodies.decode(routes.CHAT, body_of("a"), "/")
+        first = accepted(bodies, body_of("a"))
+        late = bodies.decode(routes.CHAT, body_of("a", "b"), "/")
         bodies.close()
-        assert (len(texts._lengths), texts._total) == (0, 0)
-        assert bodies.decode(routes.CHAT, body_of("a"), "/").messages[0] is not first.messages[0]
+        bodies.keep(late)
+        assert (len(texts._sizes), texts._total) == (0, 0)
+        assert accepted(bodies, body_of("a")).messages[0] is not first.messages[0]
+
+    def test_what_many_sessions_keep_at_once_is_counted(self):
+        size = RecentBodies(KeptTexts()).decode(routes.CHAT, body_of("a"), "/").elements.num_bytes
+        texts = KeptTexts(most=3 * size)
+        sessions = [RecentBodies(texts) for _ in range(8)]
+
+        def ask(bodies):
+            for _ in range(50):
+                accepted(bodies, body_of("a"))
+            if bodies in sessions[::2]:
+                bodies.close()
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(ask, sessions))
+        kept = {bodies: size for bodies in sessions if bodies._recent}
+        assert kept == texts._sizes
+        assert texts._total == size * len(kept) <= 3 * size
+
+    @pytest.mark.parametrize("request_of", MOST_MEMORY, ids=lambda make: make.__name__)
+    def test_more_memory_is_counted_than_a_conversation_takes(self, request_of):
+        body = json.dumps({"messages": request_of(20_000)}, separators=(",", ":")).encode()
+        bodies = RecentBodies(KeptTexts())
+        tracemalloc.start()
+        try:
+            bodies.keep(bodies.decode(routes.CHAT, body, "/"))
+            gc.collect()
+            taken = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        counted = bodies._texts._total
+        assert taken < counted + 1000 < 20 * taken

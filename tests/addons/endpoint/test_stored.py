@@ -192,7 +192,7 @@ async def test_messages_of_named_calls_are_the_same_objects_in_each_request(clie
     asked = []
     begin = session.begin
     keep = asked.append
-    monkeypatch.setattr(session, "begin", lambda dialect, call, *rest: keep(call) or begin(dialect, call, *rest))
+    monkeypatch.setattr(session, "begin", lambda read, *rest: keep(read.model_call) or begin(read, *rest))
     for _ in range(3):
         named = (await client.ask(user("Go on."), previous_response_id=named))["id"]
     for before, after in pairwise(asked):
