@@ -193,6 +193,19 @@ class TestIdleSessions:
         assert conversations() is None
 
 
+async def test_only_bodies_whose_prompt_fits_the_window_are_kept(harness, scripted_engine):
+    scripted_engine.max_model_len = 100
+    assert (await harness.ask(user("word " * 200)))[0] == 400
+    counted = {"messages": [user("word " * 200)], "model": "m"}
+    assert (await harness.send(counted, path="/v1/messages/count_tokens"))[0] == 200
+    (session,) = harness.endpoint.sessions.values()
+    assert not session._bodies._recent
+    assert (await harness.ask(user()))[0] == 200
+    assert len(session._bodies._recent) == 1
+    await harness.end()
+    assert session.texts._total == 0
+
+
 async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
     monkeypatch.setattr(tables, "ROOM_BYTES", 1 << 60)
     async with harness.post({"messages": [user()]}) as response:
