@@ -202,7 +202,7 @@ class Recovery:
     def recover(self, session_id: str) -> "RecoveredSession":
         """Return the state of a session as its rows have it; empty for a session without rows.
 
-        Raises as `load`, and `ValueError` for damaged options of the session.
+        Raises as `load`, also for damaged options of the session.
         """
         self.load()
         with self._lock:

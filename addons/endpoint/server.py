@@ -136,6 +136,7 @@ class Endpoint:
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket, backlog=ACCEPTED).start()
         self._socket.listen(BACKLOG)
+        self._forgetting = asyncio.create_task(self._forget())
 
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
@@ -143,9 +144,10 @@ class Endpoint:
         await self._runner.cleanup()
         self._abort()  # calls whose prompt was being made
         self.refusals.close()
-        for task in self._described.values():
+        tasks = [self._forgetting, *self._described.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._described.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.engines.close()
         self._workers.close()
         self._bodies.close()
@@ -162,6 +164,11 @@ class Endpoint:
             if now - session.used_at >= seconds and session.idle:
                 session.forget_bodies()
                 del self.sessions[session_id]
+
+    async def _forget(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_SECONDS / 10)
+            self.forget_idle(IDLE_SECONDS)
 
     def headers(self, session_id: str, host: str) -> dict[str, str]:
         """Return the headers of a redirected request: secret, session and host."""
@@ -249,7 +256,6 @@ class Endpoint:
     def _session(self, request: ClientRequest) -> Session:
         session = self.sessions.get(request.session_id)
         if session is None:
-            self.forget_idle(IDLE_SECONDS)
             session = self._new_session(session_id=request.session_id)
             self.sessions[request.session_id] = session
         session.touch()

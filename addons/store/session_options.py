@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.staging import write_atomically
 
@@ -33,11 +34,14 @@ class SessionOptions(BaseModel):
 
     @classmethod
     def read(cls, run: Path, session_id: str) -> Self:
-        """Return those of a session. Raises `OSError`, and `ValueError` for a damaged file."""
+        """Return those of a session. Raises `OSError`, and `RunError` for a damaged file."""
+        path = _file(run, session_id)
         try:
-            return cls.model_validate_json(_file(run, session_id).read_bytes())
+            return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return cls()
+        except ValueError as error:
+            raise RunError(f"the options of a session in {path} are damaged") from error
 
 
 def _file(run: Path, session_id: str) -> Path:

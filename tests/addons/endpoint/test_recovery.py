@@ -208,6 +208,15 @@ class TestDamage:
         reason = "message 1 may be the reply of a call that cannot be read"
         assert (after.kind, after.reason) == ("rendered", reason)
 
+    def test_calls_that_are_each_others_parents_are_left_out(self, session):
+        session.ask([user("One")], "Hello.<|im_end|>", {"parent_id": "1"})
+        session.ask([user("Two")], "Hello.<|im_end|>", {"parent_id": "0"})
+        messages = [user("Hi"), session.ask([user("Hi")], "Yes.<|im_end|>"), user("Go on")]
+        recovered = session.recovered()
+        recovered.index(NAME)
+        assert list(recovered.conversations.history.turns) == ["2"]
+        session.assert_continued(messages, "2")
+
 
 class TestEchoRule:
     """Claude Code's echoes lack `cd FOLDER && `. Its rule is not recorded."""

@@ -8,9 +8,11 @@ import weakref
 
 import pytest
 
+from rolltap.addons.endpoint import server
 from rolltap.addons.prompts.history import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store import tables
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedCalls
@@ -174,6 +176,13 @@ SEEN = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"ur
 
 
 class TestIdleSessions:
+    async def test_one_is_dropped_though_no_other_comes(self, restart, scripted_engine, monkeypatch):
+        monkeypatch.setattr(server, "IDLE_SECONDS", 0.0)
+        scripted_engine.replies.append(Say("Hi."))
+        async with restart() as harness:
+            assert (await harness.ask(user()))[0] == 200
+            await until(lambda: not harness.endpoint.sessions)
+
     async def test_a_session_with_a_running_call_is_kept(self, harness, scripted_engine):
         asked = await harness.held(scripted_engine, Say("one two", hold_after=1))
         harness.endpoint.forget_idle(0)
@@ -239,3 +248,14 @@ async def test_control_tokens_in_a_text_are_an_event_of_the_call_that_brings_the
     assert [(event["call_id"], event["detail"]) for event in harness.events("controls")] == [(first["call_id"], "2")]
     assert second["kind"] == "bridged"
     assert json.loads(first["messages"])[0]["content"].startswith("Hi<|im_end|>")
+
+
+async def test_damaged_options_of_a_session_are_a_fault(harness):
+    SessionOptions(sampling={"temperature": 0.5}).write(harness.run, "s1")
+    (file,) = (harness.run / "given").iterdir()
+    file.write_text("{")
+    status, reply = await harness.ask(user())
+    assert (status, reply["error"]["code"]) == (500, "not_recorded")
+    (event,) = harness.events("fault")
+    assert "are damaged" in event["detail"]
+    assert (harness.events("rejected"), harness.calls()) == ([], [])
