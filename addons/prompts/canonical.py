@@ -22,6 +22,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -133,11 +134,14 @@ def opening_digest(model_call: ModelCall) -> bytes:
     does not depend on it.
     """
     digest = _tools_digest(model_call, None)
-    for message in model_call.messages:
-        if message["role"] != "system":
-            break
+    for message in leading_system(model_call):
         digest = extend_digest(digest, message, model_call)
     return digest
+
+
+def leading_system(model_call: ModelCall) -> list[Message]:
+    """Return the system messages before all other messages."""
+    return [*takewhile(lambda message: message["role"] == "system", model_call.messages)]
 
 
 def describe_difference(ours: str, theirs: str) -> str:

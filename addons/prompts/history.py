@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rolltap.addons.dialects.call import Message, ModelCall
+from rolltap.addons.dialects.call import Message, ModelCall, Part
 from rolltap.addons.prompts.canonical import (
     canonical,
     describe_difference,
@@ -29,6 +30,7 @@ from rolltap.addons.prompts.canonical import (
     extend_digest,
     first_digest,
     issued_forms,
+    leading_system,
     opening_digest,
     textless,
 )
@@ -39,8 +41,9 @@ TEXT_DROPPED = "the request shows the parent's reply without the text beside its
 """The reason of a continued call."""
 _EXCERPT = 400
 """Characters of each recorded message that are kept to show a difference."""
-_RECENT = 4
-"""Number of requests whose messages are not read again: agents and sub-agents alternate."""
+_RECENT = 8
+"""Number of requests whose messages are not read again: agents and sub-agents alternate, and of
+each the last two are needed, as the last one may be refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +154,17 @@ class Conversation:
 
 
 @dataclass(slots=True)
+class RecentRequest:
+    """A request whose messages are not read again."""
+
+    messages: list[Message]
+    """The messages after the leading system messages: the parts of the request have them too."""
+    path: list[Node]
+    """The recorded prefixes, from that of the leading system messages to the newest message, or to
+    where a reply was recorded since."""
+
+
+@dataclass(slots=True)
 class Match:
     """The recorded calls that a conversation begins with, and the first reply after them."""
 
@@ -199,6 +213,8 @@ class History:
     """The conversations and replies of one session, as a tree of prefixes. Not thread-safe.
 
     Holds token ids, digests and excerpts of messages: 4 bytes a token and about 1 KB a message.
+    Messages are held only as long as somebody else holds the last part of their request:
+    `RecentBodies`, within its bounds, or a running call.
     """
 
     def __init__(self) -> None:
@@ -211,24 +227,49 @@ class History:
         self._issued: dict[bytes | str, str] = {}
         """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the
         newest such call."""
-        self._recent: list[Conversation] = []
-        """The newest requests, of which each path ends where a reply was recorded since."""
+        self._recent: WeakKeyDictionary[Part, RecentRequest] = WeakKeyDictionary()
+        """Last part of a request -> the request, the newest last."""
 
     def read(self, model_call: ModelCall) -> Conversation:
         """Return the conversation of a request. Messages of a recent one are not read again."""
-        root = self._node(first_digest(model_call))
-        conversation = Conversation(model_call, [root])
-        others: list[Conversation] = []
-        for recent in self._recent:
-            before = recent.model_call.messages
-            shared = _shared(before, model_call.messages)
+        system = replace(model_call, messages=leading_system(model_call))
+        leading = len(system.messages)
+        conversation = Conversation(model_call, self.read_after(None, system).path)
+        if len(conversation.path) <= leading or conversation.path[-1].newest is None:
+            return conversation  # no call has more of it
+        messages = model_call.messages[leading:]
+        conversation.path += self._read_before(conversation.path[-1], messages)
+        self._follow(conversation)
+        if model_call.parts:
+            last = model_call.parts[-1]
+            self._recent.pop(last, None)
+            self._recent[last] = RecentRequest(messages, conversation.path[leading:])
+        for part in [*self._recent][:-_RECENT]:
+            del self._recent[part]
+        return conversation
+
+    def _read_before(self, system: Node, messages: list[Message]) -> list[Node]:
+        """Return the path after the system messages as far as a recent request has it.
+
+        Of the requests that these messages go on, only the nearest is still needed.
+        """
+        longest = [system]
+        nearest: Part | None = None
+        gone_on: list[Part] = []
+        for part, recent in [*self._recent.items()]:
+            if recent.path[0] is not system:
+                continue
+            shared = _shared(recent.messages, messages)
             path = recent.path[: shared + 1]
-            if path[0] is root and len(path) >= len(conversation.path):
-                conversation.path = path
-            if path[0] is not root or 2 * shared <= len(before):
-                others.append(recent)
-        self._recent = [*others[1 - _RECENT :], conversation]
-        return self._follow(conversation)
+            if len(path) >= len(longest):
+                longest = path
+                nearest = part
+            if 2 * shared > len(recent.messages):
+                gone_on.append(part)
+        for part in gone_on:
+            if part is not nearest:
+                del self._recent[part]
+        return longest[1:]
 
     def read_after(self, parent: Turn | None, model_call: ModelCall) -> Conversation:
         """Return the conversation of a recorded request.
@@ -237,7 +278,8 @@ class History:
         """
         start = parent.node if parent else None
         if start is None:
-            start = self._node(first_digest(model_call))
+            digest = first_digest(model_call)
+            start = self._nodes.get(digest) or Node(digest)
         return self._follow(Conversation(model_call, [start]))
 
     def match(self, conversation: Conversation) -> Match:
@@ -270,6 +312,7 @@ class History:
         """
         model_call = conversation.model_call
         path = [*conversation.path]
+        self._nodes.setdefault(path[0].digest, path[0])
         known = path[-1].newest or path[-1]
         if turn.base is None and known.call_id:
             turn.store_after(self.turns[known.call_id])
@@ -304,7 +347,7 @@ class History:
         asked.asked += (turn,)
         node.turns += (turn,)
         self.turns[turn.call_id] = turn
-        for recent in self._recent:
+        for recent in [*self._recent.values()]:
             if asked in recent.path:
                 del recent.path[recent.path.index(asked) + 1 :]
         self._issued[turn.call_id] = turn.call_id
@@ -313,7 +356,7 @@ class History:
         for tool_call in tool_calls:
             self._issued[tool_call["id"]] = turn.call_id
 
-    def _node(self, digest: bytes, call_id: str = "", excerpt: str = "") -> Node:
+    def _node(self, digest: bytes, call_id: str, excerpt: str) -> Node:
         return self._nodes.setdefault(digest, Node(digest, call_id, excerpt))
 
     def _follow(self, conversation: Conversation) -> Conversation:
@@ -423,11 +466,10 @@ def _difference(conversation: Conversation, index: int, theirs: Node) -> str:
 
 
 def _shared(ours: list[Message], theirs: list[Message]) -> int:
-    """Return the number of leading messages that are the same objects, or of the same texts."""
+    """Return the number of leading messages that are the same objects."""
     shared = 0
     for own, other in zip(ours, theirs, strict=False):
-        # arguments of calls may be equal and have other types, as 1 and true have
-        if own is not other and ("tool_calls" in own or own != other):
+        if own is not other:
             break
         shared += 1
     return shared

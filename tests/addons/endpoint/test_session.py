@@ -215,6 +215,26 @@ async def test_only_bodies_whose_prompt_fits_the_window_are_kept(harness, script
     assert session.texts._total == 0
 
 
+async def test_the_messages_of_requests_that_became_no_call_are_not_kept(harness):
+    await harness.ask(user(), tools=[])
+    for number in range(4):
+        counted = {"model": "m", "messages": [user(str(number) + "x" * 900_000)]}
+        assert (await harness.send(counted, path="/v1/messages/count_tokens"))[0] == 200
+    (session,) = harness.endpoint.sessions.values()
+    kept = [*session._recovered.conversations.history._recent.values()]
+    assert sum(len(message["content"]) for each in kept for message in each.messages) < 1_000_000
+
+
+async def test_a_session_without_bodies_keeps_no_messages(harness):
+    reply = said((await harness.ask(user()))[1])
+    await harness.ask(user(), {"role": "assistant", "content": reply}, user("Go on."))
+    (session,) = harness.endpoint.sessions.values()
+    recent = session._recovered.conversations.history._recent
+    await until(lambda: len(recent) == 1 and session.idle)
+    session.forget_bodies()
+    await until(lambda: len(recent) == 0)
+
+
 async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
     monkeypatch.setattr(tables, "ROOM_BYTES", 1 << 60)
     async with harness.post({"messages": [user()]}) as response:

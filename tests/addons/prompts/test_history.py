@@ -10,7 +10,8 @@ from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError, ModelCall, assistant_message, message_tool_call
 from rolltap.addons.dialects.claude_code import normal_arguments
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.prompts.history import TEXT_DROPPED, Conversations, Turn
+from rolltap.addons.prompts import canonical
+from rolltap.addons.prompts.history import TEXT_DROPPED, Conversations, History, Turn
 from tests.addons.dialects.test_openai_chat import TOOL, bodies
 from tests.deep import examples
 
@@ -31,11 +32,22 @@ class Session:
         self.conversations = Conversations(rendering)
         self.calls = []
         """(prompt, completion ids) of each call. A call's id is its index."""
+        self.kept = []
+        """(messages in JSON, parts) of each request, as `RecentBodies` keeps them."""
 
     def decode(self, messages):
-        """Return the decoded request with these messages."""
-        body = json.dumps({"messages": messages, "tools": self.tools})
-        return routes.CHAT.decode(parse_object(body.encode()), "/")
+        """Return the decoded request with these messages. Those of earlier requests are not decoded again."""
+        written = [json.dumps(message) for message in messages]
+        known = []
+        for earlier, parts in self.kept:
+            alike = [own == other for own, other in zip(written, earlier, strict=False)]
+            same = [*alike, False].index(False)
+            if same > len(known):
+                known = parts[:same]
+        body = json.dumps({"messages": [None] * len(known) + messages[len(known) :], "tools": self.tools})
+        call = routes.CHAT.decode(parse_object(body.encode()), "/", known)
+        self.kept.append((written, call.parts))
+        return call
 
     def prompt(self, messages):
         return self.conversations.prompt(self.decode(messages))
@@ -527,9 +539,47 @@ class TestMemory:
     def test_long_messages_are_not_kept(self, session):
         session.ask([user("a" * 10_000)], "Hello.<|im_end|>")
         prompt = session.prompt([user("a" * 9_999 + "b")])
+        session.prompt([user("Hi"), user("b" * 10_000)])
         assert prompt.reason == "message 0 is not that of call 0: it differs after 400 characters"
-        kept = session.conversations.history._nodes.values()
-        assert sum(len(node.excerpt) for node in kept) < 500
+        history = session.conversations.history
+        assert sum(len(node.excerpt) for node in history._nodes.values()) < 500
+        assert len(history._recent) == 2
+        del prompt
+        session.kept.clear()
+        session.calls.clear()
+        assert [*history._recent.values()] == []
+
+    def test_leading_system_messages_are_not_kept(self, session):
+        system = {"role": "system", "content": "a" * 10_000}
+        for text in ("Hi", "Ho"):
+            session.ask([system, user(text)], "Hello.<|im_end|>")
+        recent = [*session.conversations.history._recent.values()]
+        assert [message["content"] for each in recent for message in each.messages] == ["Ho"]
+
+    def test_requests_that_became_no_call_leave_nothing(self):
+        history = History()
+        for number in range(100):
+            tool = {"type": "function", "function": {"name": f"f{number}"}}
+            history.read(ModelCall("m", [user("Hi")], [tool]))
+        assert history._nodes == {}
+
+    def test_of_a_conversation_the_last_two_requests_are_kept(self, session):
+        session.talk(*["Well."] * 9)
+        assert len(session.conversations.history._recent) == 2
+
+    @pytest.mark.parametrize("turns", [4, 40])
+    def test_a_turn_reads_only_new_messages_also_after_a_request_that_became_no_call(self, session, turns, monkeypatch):
+        messages = session.talk(*["Well."] * turns)
+        session.prompt([*messages, user("Refused.")])
+        del session.kept[-1]
+        read = []
+        monkeypatch.setattr(
+            canonical,
+            "canonical",
+            lambda message, call, form=canonical.canonical: read.append(message) or form(message, call),
+        )
+        assert session.prompt(messages).kind == "bridged"
+        assert len(read) < 10
 
 
 EXAMPLES = [user("What is 1 + 1?"), {"role": "assistant", "content": "2"}]
