@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import json
+import sys
+import tracemalloc
 from dataclasses import asdict
 
 import orjson
@@ -52,10 +55,12 @@ def test_parts_of_an_earlier_request_stand_for_the_elements_that_it_has_in_commo
         earlier.pop("tools")
     before = copy.deepcopy([earlier, later])
     call = outcome(api, earlier)
+    decoded = copy.deepcopy(call)
     known = call.parts[:num_common] if isinstance(call, ModelCall) else ()
     absent = {**later, key: [None] * len(known) + elements[len(known) :]}
     assert outcome(api, absent, known) == outcome(api, later)
     assert [earlier, later] == before
+    assert call == decoded
 
 
 @every_api
@@ -256,17 +261,43 @@ def test_a_stream_adds_up_to_the_whole_reply_whose_echo_is_the_reply(api, reply,
     assert same(api.echo(whole), issued)
 
 
+def calls_made(function):
+    """Return the number of calls of Python and C functions that a function makes."""
+    events = []
+    gc.disable()  # a collection calls functions too
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    function()
+    sys.setprofile(None)
+    gc.enable()
+    return events.count("call") + events.count("c_call")
+
+
+def bytes_taken(function):
+    """Return the memory that a function has at most."""
+    tracemalloc.start()
+    function()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most
+
+
 @every_api
-def test_the_work_of_a_delta_does_not_grow_with_the_reply(api):
-    """An encoder that joined its text with each delta would take four times as long for twice the reply."""
+@pytest.mark.parametrize("field", ["reasoning", "content"])
+def test_the_work_of_a_delta_does_not_grow_with_the_reply(api, field):
+    """An encoder that went through its text with each delta would make more calls, or have a copy of the text."""
     encoder = api.dialect.stream_encoder(api.context())
-    piece = "x" * 1000
-    lengths = [len(encoder.delta("", piece)) for _ in range(100)]
+    pieces = {"reasoning": "", "content": "", field: "x" * 1000}
+    lengths, calls, taken = [], [], []
+    for num_pieces in (10, 1000):
+        while len(lengths) < num_pieces:
+            lengths.append(len(encoder.delta(**pieces)))
+        calls.append(calls_made(lambda: encoder.delta(**pieces)))
+        taken.append(bytes_taken(lambda: encoder.delta(**pieces)))
     assert max(lengths[1:]) < min(lengths[1:]) + 8  # the digits of a number
-    held = [value for value in vars(encoder).values() if isinstance(value, str | bytes)]
-    assert max(map(len, held), default=0) < 2 * len(piece)
-    whole = len(encoder.finish(Reply(piece * 100), USAGE))
-    assert whole < 5 * 100 * len(piece)
+    assert calls[1] == calls[0]
+    assert taken[1] < taken[0] + 100_000
+    whole = len(encoder.finish(Reply(**{field: "x" * 1_000_000}), USAGE))
+    assert whole < 5 * 1_000_000
 
 
 @every_api
