@@ -78,6 +78,27 @@ async def test_a_call_whose_arguments_held_one_is_continued(harness, restart, sc
     assert strictly_parsed(harness.run)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_arguments_of_as_many_levels_as_a_body_of_gemini_holds_are_recorded_and_continued(
+    harness, restart, restarted
+):
+    path = "/v1beta/models/m:generateContent"
+    arguments = json.loads('{"a":' * 122 + "1" + "}" * 122)
+    made = {"functionCall": {"id": "c1", "name": "move", "args": arguments}}
+    answer = {"functionResponse": {"id": "c1", "name": "move", "response": {}}}
+    contents = [{"role": "model", "parts": [made]}, {"role": "user", "parts": [answer]}]
+    status, text = await harness.send({"contents": contents}, path=path)
+    assert status == 200
+    contents += [json.loads(text)["candidates"][0]["content"], {"role": "user", "parts": [{"text": "Go on."}]}]
+    if restarted:
+        async with restart() as other:
+            await other.send({"contents": contents}, path=path)
+    else:
+        await harness.send({"contents": contents}, path=path)
+    assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
+    assert strictly_parsed(harness.run)
+
+
 @given(value=st.recursive(st.floats() | st.text(max_size=3), st.lists) | st.dictionaries(st.text(), st.floats()))
 def test_the_text_of_a_column_is_json_whatever_its_value(value):
     parsed = orjson.loads(json_text(value).encode("utf-8", "replace"))
