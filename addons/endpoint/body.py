@@ -48,10 +48,10 @@ _PIECE = 64 * 1024
 _RECENT = 4
 """Conversations of a session that are kept: agents and sub-agents alternate."""
 _MOST_KEPT = 64 * 1024 * 1024
-"""Bytes of memory that they may take in total. A million tokens of code count as about 45 MB."""
+"""Bytes of memory that they may take in total. A million tokens of code count as about 50 MB."""
 _MOST_OF_ALL = 256 * 1024 * 1024
 """The same for all sessions together."""
-_VALUE_BYTES = 64
+_VALUE_BYTES = 96
 """About the most bytes of a parsed value, besides those of its text."""
 _ELEMENT_BYTES = 512
 """The same for what each element of a conversation needs besides its values."""

@@ -153,6 +153,11 @@ def calls_of_one_message(number):
     return called("{}", number)
 
 
+def calls_without_arguments(number):
+    calls = [{"function": {"name": "f"}}] * number
+    return [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "a"}]
+
+
 def empty_lists(number):
     return called("[" + "[]," * number + "0]")
 
@@ -180,6 +185,7 @@ def one_emoji(number):
 MOST_MEMORY = [
     small_messages,
     calls_of_one_message,
+    calls_without_arguments,
     empty_lists,
     empty_objects,
     objects_of_one_key,
