@@ -53,7 +53,7 @@ def result(api, call_id):
 
 
 class Recorder:
-    """What a session knows of its calls. With `bodies`, it remembers the last requests."""
+    """A session of which the requests and replies are those of the test. With `bodies`, it remembers the last ones."""
 
     def __init__(self, bodies=None):
         self.bodies = bodies
