@@ -308,9 +308,9 @@ class TestCheck:
         trained = Task(id="x", instruction="go", evaluate=["true"], workspace=tmp_path / "trained")
         evaluations, training, _ = check([self.line("new", workspace=str(tmp_path / "held"))], [trained])
         assert evaluations.worker.runtime is training.runtime
-        hidden = training.runtime._hidden.values()
-        private = {tmp_path / name for name in ("run", "run/evaluation", "trained", "held", "held_out.jsonl")}
-        assert private <= {*hidden}
+        hidden = {text.rstrip("/") for text in training.runtime._hidden}
+        private = {f"{tmp_path}/{name}" for name in ("run", "run/evaluation", "trained", "held", "held_out.jsonl")}
+        assert private <= hidden
 
     def test_tasks_that_cannot_be_run_are_refused(self, check):
         with pytest.raises(InputError, match="image"):
