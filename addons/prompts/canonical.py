@@ -83,7 +83,8 @@ _UNSTEADY = re.compile(
     # Thursday, November 26, 2026
     r"|\b(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? +)?"
     r"(?:\d{1,2} +)?"
-    r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* +(?:\d{1,2},? +)?(?:\d{4}|\d\d:\d\d)\b"
+    r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* +"
+    r"(?:\d{1,2},? +)?(?:\d{4}|\d\d:\d\d)\b"
     r"|\b\d+(?:\.\d+)? ?(?:ms|s|secs?|seconds?)\b|(?i:duration_?ms)\W+[\d.]+"
     r"|[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|\b(?=[a-f]*\d)[0-9a-f]{7,64}\b"
     r"|(?<=ID: )\w+"  # of a process, of a piece of output

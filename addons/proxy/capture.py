@@ -32,8 +32,8 @@ _PATH_CHARACTERS = string.punctuation
 class Capture:
     """Redirects model calls to the recorder's endpoint.
 
-    `is_allowed` is true for a host and a port that the user allowed. Such a host keeps its paths that
-    have a prefix before the path of a model API: it may be an application of another kind.
+    `is_allowed` is true for a host and a port that the user allowed. Such a host keeps its paths
+    that have a prefix before the path of a model API: it may be an application of another kind.
     """
 
     def __init__(self, recorder: Recorder, is_allowed: Callable[[str, int], bool]) -> None:
@@ -68,7 +68,9 @@ class Capture:
             return
         # the endpoint finds the route again, in the path that it gets
         route = routes.find_route(request.method, _quoted(request.path), request.headers)
-        if route is not None and not (route.prefix and self._is_allowed(request.host, request.port)):
+        if route is None:
+            return
+        if not route.prefix or not self._is_allowed(request.host, request.port):
             _redirect(flow, endpoint)
 
 
