@@ -113,7 +113,12 @@ class ScriptedEngine:
         except OSError as error:
             self._listening.set_exception(error)
         finally:
+            server = runner.server
+            assert server is not None
             await runner.cleanup()
+            for _ in range(3):  # a connection may have been accepted, and come after the others were closed
+                await asyncio.sleep(0)
+            await server.shutdown(0)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
