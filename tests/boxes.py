@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.container import LABEL, ContainerRuntime, system_root
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, scratch_folder
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.boxes.container import LABEL, ContainerRuntime, system_root
+from rolltap.trainer.boxes.runtime import BoxSpec, scratch_folder
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 
 
 @functools.cache

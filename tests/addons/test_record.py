@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from rolltap.addons.secret import password
-from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
+from rolltap.trainer.boxes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say
 

@@ -28,8 +28,8 @@ from typing import Any
 import click
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
+from rolltap.trainer.boxes.choose import make_runtime
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Runtime
 from tests.bench.frame import Rows, command
 from tests.boxes import make_spec, spec_in
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from rolltap.trainer.boxes.environment import clean_environment
 from rolltap.trainer.traces.reader import load_sessions
 from tests.harness.play import Played, play_session, tool_call
 from tests.scripted_engine import Say, ScriptedEngine

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rolltap.trainer.boxes.environment import clean_environment
 from rolltap.trainer.doctor.examine import examine
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from tests.deep import cases
 from tests.harness.play import installed
 

@@ -3,11 +3,11 @@
 import pytest
 
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.boxes.environment import clean_environment
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.boxes import sandboxed
 from tests.deep import DEEP
 from tests.harness.play import installed

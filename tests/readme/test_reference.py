@@ -10,8 +10,8 @@ from trl import GRPOTrainer
 
 import rolltap
 from rolltap.addons.store.records import CallRole
+from rolltap.trainer.boxes.environment import Proxy
 from rolltap.trainer.rollouts.config import RolloutConfig
-from rolltap.trainer.rollouts.runtimes.environment import Proxy
 from rolltap.trainer.traces.build import GroupReward, Strategy, TraceBatch
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
 from rolltap.trainer.training.step.batch import KINDS

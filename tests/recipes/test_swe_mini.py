@@ -12,9 +12,9 @@ import pytest
 
 import rolltap
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.trials import trial
-from rolltap.trainer.rollouts.trials.cheats import CHEATS
+from rolltap.trainer.boxes.choose import make_runtime
+from rolltap.trainer.checks import trial
+from rolltap.trainer.checks.cheats import CHEATS
 from tests.boxes import sandboxed
 from tests.conftest import ROOT
 from tests.deep import DEEP, cases

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, system_root
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, scratch_folder
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.boxes.container import ContainerRuntime, system_root
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, scratch_folder
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from tests.boxes import fault_of
 from tests.deep import DEEP, cases
 from tests.security.attack_scripts import ATTACKS, FILLS, HARMFUL, ONE_OF_EACH, SCRIPTS, WORKS

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from tests.boxes import require_podman, sandboxed
 from tests.deep import DEEP
 from tests.security.test_verdicts import Container
-from tests.trainer.rollouts.judges.sessions import Left, shell, write
+from tests.trainer.judges.sessions import Left, shell, write
 
 LINKS = {
     "to a file that the judge lays": {"out.txt": "tests/hidden.txt"},

@@ -11,10 +11,10 @@ from contextlib import suppress
 import pytest
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.container import ContainerRuntime
+from rolltap.trainer.boxes.runtime import Mount
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import Mount
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
 from tests.boxes import make_spec, require_podman, sandboxed, spec_in

@@ -14,10 +14,10 @@ import pytest
 
 from rolltap.addons.engine.key import KEY_FILE
 from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.container import ContainerRuntime
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import CommandJudge, Task
 from tests.boxes import make_spec, require_podman, sandboxed, spec_in

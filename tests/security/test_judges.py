@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from rolltap.trainer.rollouts.judges import folders
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
+from rolltap.trainer.judges import folders
 from tests.boxes import sandboxed
 from tests.deep import DEEP, cases
-from tests.trainer.rollouts.judges.sessions import Left, write
+from tests.trainer.judges.sessions import Left, write
 
 START = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",

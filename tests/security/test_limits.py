@@ -6,7 +6,7 @@ import socket
 from contextlib import ExitStack
 
 from rolltap.addons.proxy.limits import _RESERVE
-from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
+from rolltap.trainer.boxes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say
 from tests.security.raw import address, call, credentials, listening, plain, read_head, tunnel

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
+from rolltap.trainer.boxes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.security.raw import ask, call, credentials, over_tls, plain, read, read_head, tunnel
 

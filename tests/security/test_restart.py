@@ -9,7 +9,7 @@ import pytest
 
 from rolltap.addons.dialects.call import sign
 from rolltap.addons.store.tables import run_files
-from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
+from rolltap.trainer.boxes.environment import SESSION_END
 from tests.deep import cases
 from tests.recorder_process import CHAT
 from tests.scripted_engine import Say

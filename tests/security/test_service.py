@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.descriptors import raise_limit, share_limit, too_many_files
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.service import app as service_app
 from rolltap.trainer.service import connections
 from rolltap.trainer.service.app import make_app

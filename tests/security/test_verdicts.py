@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, system_root
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.boxes.container import ContainerRuntime, system_root
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from tests.boxes import require_podman, sandboxed
 from tests.deep import cases
-from tests.trainer.rollouts.judges.sessions import Left, shell
+from tests.trainer.judges.sessions import Left, shell
 
 PYTHON = sys.executable
 

@@ -10,20 +10,20 @@ from rolltap.addons.engine.key import make_key
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.boxes.environment import clean_environment
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.supervised import run_supervised
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.doctor.diagnosis import Diagnosis
 from rolltap.trainer.doctor.findings import Observed
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.doctor.scripted_model import FINAL, INSTRUCTION, RENDERER, ByteTokenizer, next_reply
+from rolltap.trainer.judges.command import read_end
 from rolltap.trainer.rollouts.facts import model_places
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.provenance import reported_version
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.traces.reader import RecordedCalls
 
 CONTEXT = 1_000_000

@@ -23,6 +23,7 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import is_loopback
 from rolltap.addons.store.records import Session
+from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import Advance
 from rolltap.trainer.fleet.facts import Machine, examine, machine_reader, require_alike, require_alike_machines
@@ -32,7 +33,6 @@ from rolltap.trainer.fleet.schedule import FleetSchedule
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.schedule import OnEnd
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task

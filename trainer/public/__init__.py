@@ -65,10 +65,10 @@ if TYPE_CHECKING:
     from rolltap.runs import read_training as read_training
     from rolltap.runs import verify_run as verify_run
     from rolltap.runs import view_run as view_run
+    from rolltap.trainer.boxes.environment import Proxy as Proxy
     from rolltap.trainer.engine.serve import EngineServer as EngineServer
     from rolltap.trainer.rollouts.harness import Harness as Harness
     from rolltap.trainer.rollouts.recorder import Recorder as Recorder
-    from rolltap.trainer.rollouts.runtimes.environment import Proxy as Proxy
     from rolltap.trainer.service.client import AsyncClient as AsyncClient
     from rolltap.trainer.service.client import Client as Client
     from rolltap.trainer.service.publisher import AdapterPublisher as AdapterPublisher
@@ -96,7 +96,7 @@ _MODULES = {
     "rolltap.trainer.engine.serve": ("EngineServer",),
     "rolltap.trainer.training.step.config": ("TraceGRPOConfig",),
     "rolltap.trainer.training.step.trainer": ("TraceGRPOTrainer",),
-    "rolltap.trainer.rollouts.runtimes.environment": ("Proxy",),
+    "rolltap.trainer.boxes.environment": ("Proxy",),
     "rolltap.trainer.rollouts.harness": ("Harness",),
     "rolltap.trainer.rollouts.recorder": ("Recorder",),
     "rolltap.trainer.service.client": ("AsyncClient", "Client"),

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from rolltap.addons.errors import MissingPackageError, install_command
 from rolltap.runs import Run, open_run
+from rolltap.trainer.boxes.runtime import Runtime
+from rolltap.trainer.boxes.watch import end_program
+from rolltap.trainer.checks.rejudge import rejudge
+from rolltap.trainer.checks.trial import TaskCheck, try_tasks
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.doctor.model import diagnose as examine_model
 from rolltap.trainer.engine.admin import EngineAdmin
@@ -15,18 +19,14 @@ from rolltap.trainer.engine.serve import ending
 from rolltap.trainer.engine.status import engine_status, reset_engine
 from rolltap.trainer.fleet.fleet import nodes_status
 from rolltap.trainer.fleet.worker import make_worker
+from rolltap.trainer.judges.command import require_evaluator
 from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
 from rolltap.trainer.rollouts.facts import model_places, on_loopback
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.command import require_evaluator
 from rolltap.trainer.rollouts.provenance import set_provenance
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
-from rolltap.trainer.rollouts.runtimes.watch import end_program
 from rolltap.trainer.rollouts.session import end_recorded
-from rolltap.trainer.rollouts.trials.rejudge import rejudge
-from rolltap.trainer.rollouts.trials.trial import TaskCheck, try_tasks
 from rolltap.trainer.rollouts.worker import given_tasks, roll_out
 from rolltap.trainer.service.serve import serve
 from rolltap.trainer.tasks.task import Task

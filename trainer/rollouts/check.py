@@ -11,15 +11,15 @@ from pathlib import Path
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError, install_command
+from rolltap.trainer.boxes.build import image_of
+from rolltap.trainer.boxes.container import ContainerRuntime
+from rolltap.trainer.boxes.runtime import SYSTEM, ImageRuntime, Runtime
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
+from rolltap.trainer.judges.protected import OneJudge, ambiguous, computed_makefiles, judges_of
 from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous, computed_makefiles, judges_of
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtimes.build import image_of
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import SYSTEM, ImageRuntime, Runtime
 from rolltap.trainer.tasks.bounds import ARGUMENT_BYTES
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused

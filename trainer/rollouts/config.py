@@ -11,8 +11,8 @@ from typing import Any, Literal, Self, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.boxes.choose import make_runtime
+from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.toml import describe
 
 RUNTIME_SETTINGS = ("tools", "container_engine", "container_arguments", "build")

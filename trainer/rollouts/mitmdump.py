@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rolltap.addons.errors import MissingPackageError, RecorderError, RunError, install_command
 from rolltap.addons.store.staging import locked
-from rolltap.trainer.rollouts.runtimes.runtime import remove_folder
-from rolltap.trainer.rollouts.runtimes.supervised import Supervised
+from rolltap.trainer.boxes.runtime import remove_folder
+from rolltap.trainer.boxes.supervised import Supervised
 
 logger = logging.getLogger(__name__)
 

@@ -46,10 +46,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus
+from rolltap.trainer.boxes.runtime import Ended, StopReason
+from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts.facts import Facts
-from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.resume import place_of
-from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
 from rolltap.trainer.rollouts.scheduler import Phase
 
 _STOPPED: dict[StopReason, str] = {

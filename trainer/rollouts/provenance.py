@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 
 from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import Session
+from rolltap.trainer.boxes.environment import clean_environment
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.runtime import BoxSpec, Runtime
 from rolltap.trainer.concurrency import Once, run_blocking
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.mitmdump import workplace
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
 
 logger = logging.getLogger(__name__)
 

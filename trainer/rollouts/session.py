@@ -34,22 +34,22 @@ from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.session_options import SessionOptions
+from rolltap.trainer.boxes.environment import CERTIFICATES, clean_environment
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end
+from rolltap.trainer.judges.changes import AgentResult
+from rolltap.trainer.judges.checkout import Ahead, JudgeJob
+from rolltap.trainer.judges.command import judge_here, last_line
+from rolltap.trainer.judges.folders import open_to_owner
+from rolltap.trainer.judges.judge import fault_on_start, judge, prepare_ahead
+from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.changes import AgentResult
-from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob
-from rolltap.trainer.rollouts.judges.command import judge_here, last_line
-from rolltap.trainer.rollouts.judges.folders import open_to_owner
-from rolltap.trainer.rollouts.judges.judge import fault_on_start, judge, prepare_ahead
-from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.runtimes.environment import CERTIFICATES, clean_environment
-from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.tasks.task import Task

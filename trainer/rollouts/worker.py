@@ -14,19 +14,19 @@ from typing import Any, Self
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
+from rolltap.trainer.boxes.runtime import HidingRuntime, Runtime, private_paths
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, plain_console, watched
 from rolltap.trainer.descriptors import make_room
 from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.judges.check import check_judges
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.check import check_judges
 from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
 from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
-from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, Runtime, private_paths
 from rolltap.trainer.rollouts.schedule import GroupSchedule, Schedule, run_groups
 from rolltap.trainer.rollouts.session import Stage, end_session
 from rolltap.trainer.tasks.sources import load_tasks

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.runtime import ImageRuntime, Runtime, remove_folder
 from rolltap.trainer.concurrency import Once, in_folder_thread
-from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime, remove_folder
 from rolltap.trainer.tasks.content import Start, content_digest, copy_content, is_bare
 from rolltap.trainer.tasks.git import give_history, require_inside
 from rolltap.trainer.tasks.task import Task

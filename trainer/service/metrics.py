@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from rolltap.addons.errors import EngineError, RecorderError
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.runtimes.environment import PLAIN_HTTP
+from rolltap.trainer.boxes.environment import PLAIN_HTTP
 from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.traces.ledger import Ledger
 

@@ -6,11 +6,11 @@ from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.runtime import Runtime
+from rolltap.trainer.judges.check import check_judges
+from rolltap.trainer.judges.protected import judges_of
 from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.check import fit_tasks
-from rolltap.trainer.rollouts.judges.check import check_judges
-from rolltap.trainer.rollouts.judges.protected import judges_of
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.service.requests import GroupRequest
 from rolltap.trainer.tasks.task import LLMJudge, PythonJudge, Task

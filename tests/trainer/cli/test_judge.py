@@ -14,15 +14,15 @@ from click.testing import CliRunner
 import rolltap
 from rolltap.addons.store.rewards import session_rows
 from rolltap.rollouts import judge_again
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.checks.rejudge import rejudge
 from rolltap.trainer.cli.main import rolltap as command
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.trials.rejudge import rejudge
 from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import NO_SANDBOX
 from tests.deep import cases
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.cli.program import ROLLTAP, run_rolltap
-from tests.trainer.rollouts.judges.sessions import shell
+from tests.trainer.judges.sessions import shell
 from tests.trainer.service.served import HARNESS
 
 AGENT = f"""{HARNESS}

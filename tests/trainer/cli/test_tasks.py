@@ -5,9 +5,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from rolltap.trainer.checks import trial
+from rolltap.trainer.checks.cheats import CHEATS
 from rolltap.trainer.cli.main import rolltap
-from rolltap.trainer.rollouts.trials import trial
-from rolltap.trainer.rollouts.trials.cheats import CHEATS
 
 EXIT = "an exit with status 0 at the import"
 CHECK = "import calc\nraise SystemExit(calc.add(2, 2) != 4)\n"

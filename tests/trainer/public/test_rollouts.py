@@ -8,9 +8,9 @@ import pytest
 
 import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
+from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from tests.deep import cases
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ASK

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import rolltap
+from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
+from rolltap.trainer.boxes.runtime import BoxSpec
 from rolltap.trainer.rollouts import schedule
-from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 from tests.conftest import free_port
 from tests.scripted_engine import Reply, Say, ScriptedEngine
 

@@ -4,11 +4,11 @@ import shlex
 import sys
 from pathlib import Path
 
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.session import Stage
 from tests.trainer.cli.program import ASK
 

@@ -6,13 +6,13 @@ import subprocess
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.boxes.build import image_of
+from rolltap.trainer.boxes.container import ContainerRuntime
 from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.rollouts import check
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtimes.build import image_of
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import ScriptedEngine
 

@@ -12,7 +12,7 @@ from rolltap.addons.errors import RecorderError, RunError
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, reasons, rollout_lock, workplace
 from tests.boxes import wait_until_dead
-from tests.trainer.rollouts.judges.sessions import nest
+from tests.trainer.judges.sessions import nest
 
 ROLLTAP = """
 import os, sys

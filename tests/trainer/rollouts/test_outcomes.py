@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import UNREWARDED, Session
+from rolltap.trainer.boxes.runtime import Ended
+from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts.facts import Facts
-from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.outcomes import Outcome, Tally, is_judged, outcome
-from rolltap.trainer.rollouts.runtimes.runtime import Ended
 
 GOOD = Facts(completed_calls=2)
 OVER = GOOD._replace(budget="budget: 3 calls")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.provenance import Provenances, find_version
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.options import RecordedFrom
+from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.schedule import Schedule, run_groups
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task

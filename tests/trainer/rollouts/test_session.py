@@ -11,13 +11,13 @@ import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
+from rolltap.trainer.boxes.runtime import BoxSpec
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
+from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Limits, Task
 from rolltap.trainer.traces.reader import load_sessions

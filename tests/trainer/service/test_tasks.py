@@ -3,9 +3,9 @@
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.boxes.container import ContainerRuntime
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.service.tasks import require_portable
 from rolltap.trainer.tasks.task import Task
 

@@ -14,10 +14,10 @@ from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.runtime import HidingRuntime
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.runs.views.training import EVALUATION

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.judges.changes import find_changes
+from rolltap.trainer.judges.changes import find_changes
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.runs.suspicions.shell import MOST_COMMANDS, read_acts
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, SeveralJudges, Task, WeightedJudge

@@ -1,0 +1,43 @@
+from typing import get_args
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.choose import make_runtime
+from rolltap.trainer.boxes.container import find_engine
+from rolltap.trainer.boxes.runtime import HidingRuntime
+from rolltap.trainer.rollouts.config import RolloutConfig
+
+
+@pytest.mark.parametrize("name", get_args(RolloutConfig.model_fields["runtime"].annotation))
+def test_each_runtime_is_made_by_its_name_and_tools_are_folders(name, tmp_path):
+    runtime = make_runtime(name, tools=[tmp_path, str(tmp_path)] if name in ("sandbox", "container") else ())
+    assert runtime.name == name
+    assert runtime.isolated is isinstance(runtime, HidingRuntime) is (name != "process")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("process", {"tools": ["/opt"]}, "tools = .* has no meaning .*: remove it"),
+        ("sandbox", {"container_engine": "podman"}, "container_engine = 'podman' has no meaning .*: remove it"),
+        ("apptainer", {"container_arguments": ["-x"]}, "container_arguments = .* has no meaning .*: remove it"),
+        ("process", {"build": True}, "build = True has no meaning .*: remove it"),
+        ("sandbox", {"tools": ["/no/such"]}, 'tools names "/no/such", which is no folder: write the folder'),
+    ],
+)
+def test_a_wrong_name_or_setting_is_named_with_the_fix(name, settings, message):
+    with pytest.raises(InputError, match=message):
+        make_runtime(name, **settings)
+
+
+def test_the_engine_of_containers_is_the_first_that_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_engine.cache_clear()
+    with pytest.raises(InputError, match="podman is not installed: apt-get install podman runc"):
+        make_runtime("container").check()
+    (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    with pytest.raises(InputError, match="docker does not work here"):
+        make_runtime("container").check()
+    find_engine.cache_clear()

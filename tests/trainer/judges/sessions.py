@@ -1,0 +1,84 @@
+"""Sessions that an agent has left, and judging them with a real runtime."""
+
+import os
+from dataclasses import replace
+
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.judges.changes import AgentResult
+from rolltap.trainer.judges.checkout import JudgeJob
+from rolltap.trainer.judges.judge import fault_on_start, judge, prepare_ahead
+from rolltap.trainer.tasks.content import Start
+from rolltap.trainer.tasks.task import Task
+
+
+class Left:
+    """A session of a task whose start has `files`; the agent did `did`, and its folders are `workspace` and `home`."""
+
+    def __init__(self, folder, files, runtime=None, *, did=None):
+        self.folder = folder
+        self.start = Start(folder / "start", str(folder))  # judgements of baselines are kept by this digest
+        self.workspace, self.home, self.logs = folder / "session/workspace", folder / "session/home", folder / "logs"
+        self.start.folder.mkdir(parents=True)
+        write(self.start.folder, files)
+        self.start.copy_to(self.workspace)
+        self.home.mkdir(parents=True)
+        self.logs.mkdir()
+        self.runtime = runtime or ProcessRuntime()
+        self.do(did or {})
+
+    def do(self, files):
+        """Write files as the agent; None deletes one."""
+        write(self.workspace, files)
+
+    def job(self, spec, instruction="Mend it.", **given):
+        self.task = Task.model_validate({"id": "t", "instruction": instruction, "judge": spec})
+        return JudgeJob(
+            task=self.task,
+            start=self.start,
+            runtime=self.runtime,
+            result=AgentResult(self.workspace, self.home),
+            name="t-0",
+            logs=self.logs,
+            **given,
+        )
+
+    async def fault_on_start(self, spec):
+        return await fault_on_start(replace(self.job(spec), result=None))
+
+    async def judge(self, spec, instruction="Mend it.", **given):
+        job = self.job(spec, instruction, **given)
+        ahead = prepare_ahead(job)  # where a runtime isolates, as in a rollout
+        try:
+            return await judge(replace(job, ahead=ahead))
+        finally:
+            if ahead is not None:
+                await ahead.close()
+
+    @property
+    def log(self):
+        return (self.logs / "t-0.judge.log").read_text()
+
+
+def nest(root, depth, name="d"):
+    """Make `depth` folders, each in the one before: deeper than a path can name."""
+    folder = os.open(root, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=folder)
+        below = os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+
+
+def shell(script, **fields):
+    return {"kind": "command", "command": ["sh", "-c", script], **fields}
+
+
+def write(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
