@@ -18,7 +18,7 @@ LAYERS = [
     ["addons.proxy", "trainer.boxes"],
     ["addons", "trainer.judges", "trainer.viewer"],
     ["trainer.rollouts"],
-    ["trainer.fleet", "trainer.reruns", "trainer.service"],
+    ["trainer.nodes", "trainer.reruns", "trainer.service"],
     ["trainer.doctor", "trainer.checks", "trainer.training"],
     ["trainer.training.plan"],
     ["trainer.public"],

@@ -22,10 +22,10 @@ from transformers import AutoTokenizer
 import rolltap
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.fleet.messages import Package
-from rolltap.trainer.fleet.node import Shard
-from rolltap.trainer.fleet.placement import Placement, run_again
-from rolltap.trainer.fleet.writer import Writer
+from rolltap.trainer.nodes.messages import Package
+from rolltap.trainer.nodes.node import Shard
+from rolltap.trainer.nodes.placement import Placement, run_again
+from rolltap.trainer.nodes.writer import Writer
 from rolltap.trainer.rollouts.resume import place_of
 from tests.bench.frame import Rows
 from tests.scripted_engine import Say, ScriptedEngine

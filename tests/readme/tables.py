@@ -37,7 +37,7 @@ SKIPPED = {
     ),
     "rolltap doctor --harness my-agent.toml": "there is no such program",
     "pip install '.[record,service]'": "runs until it is stopped; tests/trainer/service starts it",
-    "pip install '.[record,ray]'": "needs other machines; tests/trainer/fleet has nodes on one",
+    "pip install '.[record,ray]'": "needs other machines; tests/trainer/nodes has nodes on one",
     "rolltap view runs/try": "runs until it is stopped; tests/trainer/viewer opens the page",
     "rolltap rerun runs/try record-1a2b -- python my_agent.py": "tests/trainer/cli/test_rerun.py has such a session",
     "rolltap fork runs/first SESSION --at 4 -n 8 --tasks tasks.jsonl --model Qwen/Qwen3-4B --out runs/forks": (

@@ -24,8 +24,8 @@ from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import nodes_started, processes_started, watched
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.names import Version
+from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.score import Teacher, score_run

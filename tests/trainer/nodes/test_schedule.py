@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from rolltap.addons.store.tables import RunWriter, read_rows
-from rolltap.trainer.fleet import schedule as schedule_module
-from rolltap.trainer.fleet.fleet import Fleet, Member, NodeLostError
-from rolltap.trainer.fleet.messages import Report
-from rolltap.trainer.fleet.schedule import FleetSchedule
-from rolltap.trainer.fleet.writer import Writer
+from rolltap.trainer.nodes import schedule as schedule_module
+from rolltap.trainer.nodes.fleet import Fleet, Member, NodeLostError
+from rolltap.trainer.nodes.messages import Report
+from rolltap.trainer.nodes.schedule import FleetSchedule
+from rolltap.trainer.nodes.writer import Writer
 from rolltap.trainer.rollouts.resume import Group, started_event
 from rolltap.trainer.tasks.task import Task
 from tests.factories import make_session, write_run

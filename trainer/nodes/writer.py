@@ -10,7 +10,7 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import RUN_FILE, add_engine, add_recorder, write_metadata
 from rolltap.addons.store.records import DIGEST, Session, utc_now
 from rolltap.addons.store.tables import RunWriter, read_batches
-from rolltap.trainer.fleet.messages import Package, recorded
+from rolltap.trainer.nodes.messages import Package, recorded
 from rolltap.trainer.rollouts.resume import interrupted_sessions, place_of
 from rolltap.trainer.traces.reader import load_sessions
 

@@ -26,10 +26,10 @@ from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import Advance
-from rolltap.trainer.fleet.facts import Machine, examine, machine_reader, require_alike, require_alike_machines
-from rolltap.trainer.fleet.fleet import Fleet
-from rolltap.trainer.fleet.messages import Setup
-from rolltap.trainer.fleet.schedule import FleetSchedule
+from rolltap.trainer.nodes.facts import Machine, examine, machine_reader, require_alike, require_alike_machines
+from rolltap.trainer.nodes.fleet import Fleet
+from rolltap.trainer.nodes.messages import Setup
+from rolltap.trainer.nodes.schedule import FleetSchedule
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.resume import Group

@@ -13,8 +13,8 @@ from typing import Any, Self
 from rolltap.addons.errors import RecorderError, RolltapError, UnreadableModelError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
-from rolltap.trainer.fleet.fleet import Fleet, Member
-from rolltap.trainer.fleet.placement import Placement, run_again
+from rolltap.trainer.nodes.fleet import Fleet, Member
+from rolltap.trainer.nodes.placement import Placement, run_again
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.schedule import OnEnd

@@ -14,12 +14,12 @@ import pytest
 import rolltap
 import rolltap.types
 from rolltap.addons.errors import InputError
-from rolltap.trainer.fleet.worker import make_worker
+from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.rollouts.resume import place_of
 from tests.deep import DEEP
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
-from tests.trainer.fleet.conftest import SLOTS, processes_below
+from tests.trainer.nodes.conftest import SLOTS, processes_below
 from tests.trainer.service.served import GOOD, program, serving
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")

@@ -25,9 +25,9 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import TABLES
-from rolltap.trainer.fleet.facts import Examined, examine, require_alike
-from rolltap.trainer.fleet.messages import Failure, Package, Report, Setup, recorded, require_ray
 from rolltap.trainer.judges.archive import SUFFIX
+from rolltap.trainer.nodes.facts import Examined, examine, require_alike
+from rolltap.trainer.nodes.messages import Failure, Package, Report, Setup, recorded, require_ray
 from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import Schedule

@@ -9,10 +9,10 @@ import pytest
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
-from rolltap.trainer.fleet import node as module
-from rolltap.trainer.fleet.messages import Failure, Package
-from rolltap.trainer.fleet.node import Node, Shard
-from rolltap.trainer.fleet.writer import Writer
+from rolltap.trainer.nodes import node as module
+from rolltap.trainer.nodes.messages import Failure, Package
+from rolltap.trainer.nodes.node import Node, Shard
+from rolltap.trainer.nodes.writer import Writer
 from rolltap.trainer.rollouts.resume import started_event
 from tests.factories import make_call, make_session, write_run
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.errors import InputError, RecorderError, RolltapError
-from rolltap.trainer.fleet.facts import Examined
-from rolltap.trainer.fleet.messages import Failure, Report, Setup, require_ray
-from rolltap.trainer.fleet.node import Node
-from rolltap.trainer.fleet.placement import deal
-from rolltap.trainer.fleet.writer import Writer
+from rolltap.trainer.nodes.facts import Examined
+from rolltap.trainer.nodes.messages import Failure, Report, Setup, require_ray
+from rolltap.trainer.nodes.node import Node
+from rolltap.trainer.nodes.placement import deal
+from rolltap.trainer.nodes.writer import Writer
 from rolltap.trainer.tasks.task import Task
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError, RolltapError, UnreadableModelError
-from rolltap.trainer.fleet.facts import Examined, Machine, machine_reader, require_alike, require_alike_machines
-from rolltap.trainer.fleet.messages import Failure
+from rolltap.trainer.nodes.facts import Examined, Machine, machine_reader, require_alike, require_alike_machines
+from rolltap.trainer.nodes.messages import Failure
 from rolltap.trainer.tasks.task import Task
 
 OWN = Machine("0.1.0", "3.11", 1000.0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Session
-from rolltap.trainer.fleet.placement import Placement, deal, run_again
+from rolltap.trainer.nodes.placement import Placement, deal, run_again
 
 
 def placement(**nodes):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.fleet.messages import Failure, Setup
+from rolltap.trainer.nodes.messages import Failure, Setup
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.resume import changed_parts
