@@ -94,7 +94,7 @@ def interrupted_sessions(run: Path) -> list[Session]:
     `RunError` when the folder cannot be read.
     """
     ended = load_sessions(run).keys()
-    return [_interrupted(row) for row in _started(run) if row["session_id"] not in ended]
+    return [interrupted_session(row) for row in _started(run) if row["session_id"] not in ended]
 
 
 def _started(run: Path) -> list[dict[str, Any]]:
@@ -103,7 +103,8 @@ def _started(run: Path) -> list[dict[str, Any]]:
     return sorted(started, key=itemgetter("at"))
 
 
-def _interrupted(row: Mapping[str, Any]) -> Session:
+def interrupted_session(row: Mapping[str, Any]) -> Session:
+    """Return a row `cancelled` of the session that began with a row `session_started`."""
     known = {name: value for name, value in json.loads(row["detail"]).items() if name in _STARTED_FIELDS}
     error = "it was running when the rollout was killed"
     return Session(session_id=row["session_id"], status="cancelled", error=error, started_at=row["at"], **known)
