@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Self
 
 import psutil
 
+from rolltap.addons.concurrency import finished_in
 from rolltap.trainer.boxes.relay import PORT, Relay
 from rolltap.trainer.boxes.runtime import (
     BoxSpec,
@@ -29,7 +31,7 @@ from rolltap.trainer.boxes.runtime import (
     Mount,
     remove_folder,
 )
-from rolltap.trainer.boxes.supervised import Output, Supervised, start, written_to
+from rolltap.trainer.boxes.supervised import Output, Supervised, readable, start, written_to
 from rolltap.trainer.boxes.watch import ProcessTable, exceeded, out_of_memory_kills, written_folders
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.tasks.box_paths import HOME
@@ -98,6 +100,18 @@ def call(command: Sequence[str], *, timeout: float = _SECONDS) -> str:
         message = done.stderr.strip() or done.stdout.strip()
         raise OSError(f"`{shown} ...` fails with status {done.returncode}: {message}")
     return done.stdout
+
+
+_CALLS = ThreadPoolExecutor(8, "rolltap-engines")
+"""Threads that wait for engines' commands. Other work in threads does not wait for them."""
+
+
+async def _call_to_end(command: Sequence[str]) -> str:
+    """Do what `call` does in a thread, to its end, even when the caller is cancelled meanwhile."""
+    calling = asyncio.ensure_future(finished_in(_CALLS, call, command))
+    if await wait_for_end(calling):
+        raise asyncio.CancelledError from calling.exception()
+    return calling.result()
 
 
 def mount_options(mounts: Iterable[Mount], readonly: str) -> Iterator[str]:
@@ -188,7 +202,7 @@ class EngineBox:
                 output=output,
                 cleanup=["/bin/sh", "-c", f"exec >/dev/null 2>&1; {removing}"],
             ) as keeper:
-                await _readable(started.fileno(), keeper)
+                await _said_or_ended(started.fileno(), keeper)
                 if not started.read():
                     output.seek(0)
                     said = output.read().decode(errors="replace").strip()
@@ -197,11 +211,11 @@ class EngineBox:
 
     async def _join(self) -> None:
         """Find the first process of the box, and open the way to the recorder."""
-        self._pid = self._engine.pid(await run_to_end(call, self._engine.state(self._name)))
+        self._pid = self._engine.pid(await _call_to_end(self._engine.state(self._name)))
         if not self._pid:
             raise OSError(f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and sleep?")
         for command in self._engine.close(self._pid):
-            await run_to_end(call, command)
+            await _call_to_end(command)
         if self._spec.proxy is not None:
             await self._running.enter_async_context(Relay(self._pid, self._spec.proxy))
 
@@ -214,7 +228,7 @@ class EngineBox:
             if self._pid and not self._runs():  # the last program has ended it
                 await self.settle()
             if not self._pid:
-                await run_to_end(call, self._engine.restart(self._name, self._spec, self._mounts))
+                await _call_to_end(self._engine.restart(self._name, self._spec, self._mounts))
                 await self._join()
             token = secrets.token_hex(16)
             script = self._folder / "scripts" / secrets.token_hex(8)
@@ -242,49 +256,43 @@ class EngineBox:
 
     async def _execute(self, command: Sequence[str], timeout: float, log: Path, output: Output) -> Ended:
         """Run a program of the engine. Stopping it stops the box, whose programs are no children of that one."""
-        client = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=self._folder,  # Podman writes files there
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output.descriptor,
-            stderr=output.descriptor,
-            start_new_session=True,
-        )
         killed_before = out_of_memory_kills(self._pid)
         folders = [*self._spec.written(), log, *written_folders(self._pid)]
-        over = exceeded(self._spec.limits, partial(ProcessTable.in_namespace_of, pid=self._pid), folders)
-        ending, limit = asyncio.create_task(client.wait()), asyncio.create_task(over)
-        try:
-            await asyncio.wait([ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if ending.done():
-                killed = client.returncode and out_of_memory_kills(self._pid) > killed_before
-                return Ended(None, "memory") if killed else _as_ended(ending.result())
-            return Ended(None, limit.result() if limit.done() else "timeout")
-        finally:
-            limit.cancel()
-            if not ending.done():
-                await self.settle()
-                await wait_for_end(ending)
+        find = partial(ProcessTable.in_namespace_of, pid=self._pid)
+        # Podman writes files into its working folder
+        async with start(command, cwd=self._folder, env=os.environ, output=output.descriptor) as client:
+            ending = asyncio.create_task(client.wait())
+            limit = asyncio.create_task(exceeded(self._spec.limits, find, folders))
+            try:
+                await asyncio.wait([ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if ending.done():
+                    status = ending.result()
+                    killed = status and out_of_memory_kills(self._pid) > killed_before
+                    return Ended(None, "memory") if killed else _as_ended(status)
+                return Ended(None, limit.result() if limit.done() else "timeout")
+            finally:
+                limit.cancel()
+                if not ending.done():
+                    await self.settle()
+                    await wait_for_end(ending)
 
     async def settle(self) -> None:
         """Kill all processes of the box. The next program starts it again, with its files."""
         if self._pid:
             self._pid = 0
             await self._running.aclose()
-            await run_to_end(call, self._engine.stop(self._name))
+            await _call_to_end(self._engine.stop(self._name))
 
 
-async def _readable(descriptor: int, keeper: Supervised) -> None:
+async def _said_or_ended(descriptor: int, keeper: Supervised) -> None:
     """Wait until a descriptor can be read, or a program has ended."""
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    ended = asyncio.create_task(keeper.wait())
-    ended.add_done_callback(lambda _: event.set())
-    loop.add_reader(descriptor, event.set)
+    waiting = [asyncio.create_task(readable(descriptor)), asyncio.create_task(keeper.wait())]
     try:
-        await event.wait()
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        loop.remove_reader(descriptor)
-        ended.cancel()
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str:

@@ -3,12 +3,12 @@
 Its boxes have this machine's system folders and the tools of their programs, read-only.
 """
 
-import asyncio
 import errno
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -27,12 +27,14 @@ from rolltap.trainer.boxes.runtime import (
     layered,
     nearest,
     projects_around,
+    remove_folder,
     require_narrow,
     scratch_folder,
     tool_folders,
 )
-from rolltap.trainer.boxes.supervised import Supervised, end, start, written_to
+from rolltap.trainer.boxes.supervised import Supervised, end, readable, start, written_to
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
+from rolltap.trainer.concurrency import run_to_end
 from rolltap.trainer.tasks.box_paths import HOME
 
 _USER = 1000
@@ -172,7 +174,8 @@ class SandboxBox:
                 ) as program,
             ):
                 pipes.close_theirs()
-                first = await asyncio.to_thread(pipes.status.readline)
+                await readable(pipes.status.fileno())
+                first = pipes.status.readline()
                 if first:
                     ended = await self._run(program, json.loads(first)["child-pid"], pipes, timeout, log)
                 else:
@@ -289,9 +292,12 @@ class SandboxRuntime(HidingRuntime):
             raise InputError(f"the runtime sandbox has no images, and the task needs {spec.image}: --runtime container")
         for tool in self.tools:
             require_narrow(tool, spec.workspace)
-        with scratch_folder() as folder:
-            spec = replace(spec, limits=spec.limits.of_isolated())
+        spec = replace(spec, limits=spec.limits.of_isolated())
+        folder = Path(tempfile.mkdtemp(prefix="rolltap-"))
+        try:
             yield SandboxBox(self, spec, write_etc(folder), _find_bwrap())
+        finally:
+            await run_to_end(remove_folder, folder)
 
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
         """See `HidingRuntime.layers`. Shown are the system, the tools, and what programs of the operator need.

@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from rolltap.addons.concurrency import finished_in
 from rolltap.trainer.boxes.runtime import Ended, StopReason
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
@@ -207,13 +209,10 @@ class Supervised:
         """Wait until the program and all that it left have ended. Return its status."""
         if self.process.poll() is not None:
             return self.process.returncode
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
         descriptor = os.pidfd_open(self.process.pid)
         try:
-            loop.add_reader(descriptor, ended.set)
-            await ended.wait()
+            await readable(descriptor)
         finally:
-            loop.remove_reader(descriptor)
             os.close(descriptor)
         return self.process.wait()
 
@@ -224,20 +223,38 @@ class Supervised:
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
 
 
+STARTS = ThreadPoolExecutor(4, "rolltap-starts")
+"""Threads that start programs. A start takes milliseconds, which the event loop does not have, and mostly of a core,
+so that more of them at a time would only be slower."""
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read, or is at its end."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(descriptor, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
 @asynccontextmanager
 async def start(command: Sequence[str], **how: Any) -> AsyncIterator[Supervised]:
     """Start a program (see `Supervised`). Leaving the block kills what is left of it, and waits for its end.
 
     Raises `OSError` when it cannot be started.
     """
-    program = Supervised(command, **how)
+    started: list[Supervised] = []
     try:
-        await program.started_async()
-        yield program
+        await finished_in(STARTS, lambda: started.append(Supervised(command, **how)))
+        await started[0].started_async()
+        yield started[0]
     finally:
-        program.close()
-        if await wait_for_end(asyncio.ensure_future(program.wait())):
-            raise asyncio.CancelledError
+        for program in started:  # also one that a cancelled start still made
+            program.close()
+            if await wait_for_end(asyncio.ensure_future(program.wait())):
+                raise asyncio.CancelledError
 
 
 async def run_supervised(

@@ -1,10 +1,12 @@
 """Promises that the boxes of sandboxes and containers keep alike. `tests/security` attacks both."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -166,6 +168,31 @@ async def test_a_box_without_a_recorder_has_a_loopback_and_nothing_else(run):
     _, output = await run(f'python3 -c "{script}"')
     assert "connected\n" in output
     assert "ConnectionRefusedError" in output
+
+
+@functools.cache
+def starting_threads():
+    """Return the list to which each start of a program from now on adds its thread."""
+    threads = []
+
+    def hook(event, _):
+        if event in ("subprocess.Popen", "os.posix_spawn", "os.fork"):
+            threads.append(threading.get_ident())
+
+    sys.addaudithook(hook)  # nothing can remove it
+    return threads
+
+
+async def test_no_program_is_started_in_the_thread_of_the_event_loop(make_box, tmp_path):
+    threads = starting_threads()
+    recorder, port = await echo_server()
+    async with recorder:
+        threads.clear()
+        async with make_box(proxy=f"127.0.0.1:{port}") as box:
+            assert (await sh(box, "true", tmp_path / "log"))[0] == Ended(0)
+            await box.settle()
+        assert threads
+        assert threading.get_ident() not in threads
 
 
 KILLED = """
