@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rolltap.addons.errors import EngineError, InputError, RolltapError
 from rolltap.addons.store.records import json_text
 from rolltap.trainer.runs.exports.messages import session_conversations
-from rolltap.trainer.service.groups import Groups, QueueFullError
+from rolltap.trainer.service.groups import Groups, Health, QueueFullError
 from rolltap.trainer.service.journal import Event
 from rolltap.trainer.service.metrics import Metrics
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest
@@ -63,7 +63,7 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     metrics = Metrics(groups)
     secured: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]}  # for /docs: `Door` refuses
-    asking: asyncio.Task[list[str]] | None = None
+    asking: asyncio.Task[Health] | None = None
 
     def found(name: str) -> GroupView:
         try:
@@ -82,12 +82,12 @@ def make_app(groups: Groups, token: str) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Say whether sessions can run, and else why not."""
+        """Say whether sessions can run, and else why not; `warnings` is what is wrong beside that."""
         nonlocal asking
         if asking is None or asking.done():  # anybody may ask, so the engines are asked once for all
-            asking = asyncio.create_task(asyncio.to_thread(groups.problems))
-        problems = await asyncio.shield(asking)
-        return JSONResponse({"ok": not problems, "problems": problems}, 503 if problems else 200)
+            asking = asyncio.create_task(asyncio.to_thread(groups.health))
+        found = await asyncio.shield(asking)
+        return JSONResponse({"ok": not found.problems, **asdict(found)}, 503 if found.problems else 200)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

@@ -149,7 +149,8 @@ class AsyncClient:
         return dict(await self._ask("GET", "/service"))
 
     async def health(self) -> dict[str, Any]:
-        """Return `ok`, whether the service can roll out, and `problems`, what keeps it from it. Needs no token."""
+        """Return `ok`, whether the service can roll out; `problems`, what keeps it from it; and `warnings`, what is
+        wrong beside that, as one silent engine of several. Needs no token."""
         return dict(await self._ask("GET", "/health", expected=503))
 
     async def traces(self, id: str, strategy: Strategy = "prefix_merging") -> tuple[list[Trace], Ledger]:

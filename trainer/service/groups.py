@@ -55,6 +55,16 @@ _MENDABLE = (RecorderError, EngineError, RunError, OSError)
 """Errors after which the recorder is started again: what was recorded is kept, and the open groups go on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether sessions can run, in words."""
+
+    problems: list[str] = field(default_factory=list)
+    """What keeps all sessions from running."""
+    warnings: list[str] = field(default_factory=list)
+    """What is wrong while sessions run."""
+
+
 class QueueFullError(InputError):
     """As many sessions as may wait do."""
 
@@ -186,8 +196,8 @@ class Groups:
         """
         while True:
             try:
-                while silent := await asyncio.to_thread(self._silent):
-                    self.problem = "; ".join(silent)
+                while problems := (await asyncio.to_thread(self._outside)).problems:
+                    self.problem = "; ".join(problems)
                     await asyncio.sleep(AGAIN_SECONDS)
                 await self._run()
             except _MENDABLE as error:
@@ -319,20 +329,26 @@ class Groups:
             waiting[group.request.priority] += len(set(group.request.session_ids) - ended)
         return waiting
 
-    def problems(self) -> list[str]:
-        """Return what keeps sessions from running, in words. Asks the engines: call it in a thread."""
-        found = self._silent()
-        found += [self.problem] if self.problem and self.problem not in found else []
+    def health(self) -> Health:
+        """Return what keeps sessions from running, and what else is wrong. Asks the engines: call it in a thread."""
+        found = self._outside()
+        if self.problem is not None and not found.problems:
+            found.problems.append(self.problem)
         disk = os.statvfs(self.path)
         if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
-            found.append(f"the disk is full: less than {ROOM_BYTES >> 20} MiB are free for {self.path}")
+            found.problems.append(f"the disk is full: less than {ROOM_BYTES >> 20} MiB are free for {self.path}")
         return found
 
-    def _silent(self) -> list[str]:
-        """Return what keeps the engines from answering, in words."""
-        if (files := too_many_files()) is not None:
-            return [files]
-        return [f"the engine at {url} does not answer" for url in self.engines.silent()]
+    def _outside(self) -> Health:
+        """Return what the machine and the engines lack. The recorder spreads sessions over the engines that answer."""
+        files = too_many_files()
+        if files is not None:
+            return Health([files])
+        silent = self.engines.silent()
+        words = [f"the engine at {url} does not answer" for url in silent]
+        if len(silent) == len(self.engines.admins):
+            return Health(words)
+        return Health(warnings=words)
 
     def _accept(self, number: int, request: GroupRequest, task_digest: str) -> None:
         self._accepted[request.id] = _Accepted(number, _digest(request))

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rolltap.addons.engine.key import make_key
-from rolltap.addons.errors import InputError, MissingPackageError, install_command
+from rolltap.addons.errors import EngineError, InputError, MissingPackageError, install_command
 from rolltap.trainer.concurrency import wait_for_end
+from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.sources import load_tasks
 
@@ -36,7 +37,7 @@ async def serve(
     wait or run. Tasks of requests may name the hosts `allow_host`, see `require_portable`.
 
     Raises `MissingPackageError` without FastAPI and uvicorn, `InputError` for wrong tasks, harness or runtime,
-    `EngineError` when an engine does not answer, `RunError` when another rollout runs in the folder, and `OSError` for
+    `EngineError` when no engine answers, `RunError` when another rollout runs in the folder, and `OSError` for
     the address and the files.
     """
     try:
@@ -56,7 +57,7 @@ async def serve(
     token_file = token_file or run / TOKEN_FILE
     loaded = load_tasks(tasks, repositories=worker.config.repositories)
     fitting = await asyncio.to_thread(worker.fit, loaded, [token_file])
-    await asyncio.to_thread(worker.weights, say)
+    await asyncio.to_thread(_say_weights, worker, say)
     connections = share_limit(raise_limit(), worker.config.concurrency)
     run.mkdir(parents=True, exist_ok=True)
     token = await asyncio.to_thread(read_token, token_file)
@@ -97,6 +98,18 @@ async def serve(
                 running.result()
         finally:
             groups.journal.close()
+
+
+def _say_weights(worker: Worker, say: Callable[[str], None]) -> None:
+    """Say what the engines serve. Raises `EngineError`, but for an engine that is silent beside one that is not."""
+    try:
+        worker.weights(say)
+    except EngineError as error:
+        engines = Engines(worker.recorder.engine)
+        silent = engines.silent()
+        if not silent or len(silent) == len(engines.admins):
+            raise
+        say(f"warning: {error}; the service begins without it")
 
 
 def read_token(file: Path) -> str:

@@ -15,9 +15,11 @@ import httpx
 import pytest
 
 import rolltap
+from rolltap.addons.engine.pool import EnginePool
 from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.service.requests import GroupRequest
 from rolltap.trainer.tasks.task import Task
+from tests.conftest import free_port
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.rollouts.soak import processes
 from tests.trainer.service.served import GOOD, hold, program, serving
@@ -82,6 +84,42 @@ def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(tokenize
         with ScriptedEngine(tokenizer, port=int(engine.url.rpartition(":")[2])) as again:
             again.otherwise = lambda request: Say("good.")
             assert service.events_of("after")[-1][2]["state"] == "ended"
+
+
+def test_it_starts_without_one_engine_of_several_names_it_and_takes_it_up(
+    engine, tokenizer, tokenizer_folder, tmp_path
+):
+    late = ScriptedEngine(tokenizer, port=free_port())
+    late.otherwise = lambda request: Say("good.")
+    silent = f"http://127.0.0.1:{late.port}"
+    urls = [engine.url, silent]
+    arguments = tmp_path / "run", ",".join(urls), tokenizer_folder, program(tmp_path)
+    places = asyncio.run(names_of(urls))
+    with serving(*arguments) as service:
+        service.submit(id="g", sessions=places[engine.url])
+        assert service.events_of("g")[-1][2]["state"] == "ended"
+        health = service.client.get("/health")
+        warning = f"the engine at {silent} does not answer"
+        assert (health.status_code, health.json()) == (
+            200,
+            {"ok": True, "problems": [], "warnings": [warning]},
+        )
+        with late:
+            service.submit(id="h", sessions=places[silent])
+            assert service.events_of("h")[-1][2]["state"] == "ended"
+            assert len(late.requests) == len(places[silent])
+            assert service.client.get("/health").json()["warnings"] == []
+
+
+async def names_of(urls):
+    """Return engine -> names with which sessions are its own: of the group g the first one's, of h the second one's."""
+    pool = EnginePool(urls)
+    found = {}
+    for group, url in zip("gh", urls, strict=True):
+        names = [f"s{number}" for number in range(64)]
+        found[url] = [name for name in names if pool.of(f"{group}-{name}").url == url][:2]
+    await pool.close()
+    return found
 
 
 def test_the_recorder_is_started_again_and_the_group_goes_on(service, scripted):
