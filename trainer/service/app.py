@@ -7,7 +7,7 @@ for at a request's headers, before its body is read.
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -25,9 +25,9 @@ from rolltap.addons.errors import EngineError, InputError, RolltapError
 from rolltap.addons.store.records import json_text
 from rolltap.trainer.runs.exports.messages import session_conversations
 from rolltap.trainer.service.groups import Groups, Health, QueueFullError
-from rolltap.trainer.service.journal import Event
 from rolltap.trainer.service.metrics import Metrics
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest
+from rolltap.trainer.service.stream import EventStream
 from rolltap.trainer.service.tasks import ConflictError
 from rolltap.trainer.tasks.task import JUDGE_KINDS
 from rolltap.trainer.toml import describe_faults
@@ -48,8 +48,6 @@ _OPEN = ("/health", "/docs", "/openapi.json")
 MOST_TOKENS = 200_000
 """Most sampled tokens of a group whose traces or messages are returned. Larger ones are read from the run folder."""
 _STATUS = {ConflictError: 409, QueueFullError: 429, InputError: 422, EngineError: 502, OSError: 507, RolltapError: 500}
-_HIDDEN = ("request", "task_digest")
-"""Fields of the journal that its events do not have."""
 
 
 def make_app(groups: Groups, token: str) -> FastAPI:
@@ -62,6 +60,7 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     app.add_exception_handler(400, _refused)  # of a body that is no text
     app.add_exception_handler(RequestValidationError, _invalid)
     metrics = Metrics(groups)
+    stream = EventStream(groups.journal)
     secured: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]}  # for /docs: `Door` refuses
     asking: asyncio.Task[Health] | None = None
 
@@ -149,7 +148,8 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     @app.get("/events", **secured)
     async def events(after: str | None = None, last_event_id: str | None = Header(None)) -> StreamingResponse:
         """Stream the events after a cursor, which is the id of an event, and those to come."""
-        return StreamingResponse(_stream(groups, groups.journal.place(last_event_id or after)), media_type=_EVENTS)
+        place = groups.journal.place(last_event_id or after)
+        return StreamingResponse(stream.follow(place), media_type=_EVENTS)
 
     @app.get("/policy", **secured)
     async def policy() -> dict[str, Any]:
@@ -171,17 +171,6 @@ def make_app(groups: Groups, token: str) -> FastAPI:
 
 
 _EVENTS = "text/event-stream"
-
-
-async def _stream(groups: Groups, after: int) -> AsyncIterator[str]:
-    async for events in groups.journal.follow(after):
-        yield "".join(_sent(groups.journal.cursor(number), event) for number, event in events) or ":\n\n"
-
-
-def _sent(cursor: str, event: Event) -> str:
-    kind = event.pop("kind")
-    data = json_text({name: value for name, value in event.items() if name not in _HIDDEN})
-    return f"id: {cursor}\nevent: {kind}\ndata: {data}\n\n"
 
 
 def _listed(app: FastAPI) -> str:

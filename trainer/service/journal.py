@@ -31,7 +31,7 @@ JOURNAL = "service.jsonl"
 """Name of the file in the run folder."""
 _NAME = r"[0-9a-f]{8}"
 _AT_ONCE = 64
-"""Events that a follower holds in memory."""
+"""Events that a follower gets at once."""
 _TOLD = 20
 """Most lines that are named when they are set aside."""
 
@@ -116,24 +116,20 @@ class Journal:
     def _named(self, number: int) -> str:
         return f"{self._path}, line {number + 1} is set aside: {self.set_aside[number]}"
 
-    async def follow(self, after: int) -> AsyncIterator[list[tuple[int, Event]]]:
-        """Yield numbers and events of those after a number, a few at a time, for ever; an empty list after a silence.
-
-        Holds no more than these in memory, however slow the caller is.
-        """
+    async def follow(self, after: int) -> AsyncIterator[range]:
+        """Yield the numbers of the events after a number, a few at a time, for ever; none after a silence."""
         while True:
             grown = self._grown
             if after < len(self):
-                following = min(len(self), after + _AT_ONCE)
-                if events := list(self.read(after, _AT_ONCE)):
-                    yield events
-                after = following
+                first = after + 1
+                after = min(len(self), after + _AT_ONCE)
+                yield range(first, after + 1)
                 await asyncio.sleep(0)  # others have their turn, and it is seen that a client has gone
                 continue
             try:
                 await asyncio.wait_for(grown.wait(), SILENT_SECONDS)
             except TimeoutError:
-                yield []
+                yield range(0)
 
     def cursor(self, number: int) -> str:
         """Return the name of a place in the journal: after the event with the number."""
