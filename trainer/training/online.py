@@ -42,7 +42,6 @@ from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.rollouts import AsyncRollouts, CompleteGroup, Starts
 from rolltap.trainer.training.serving import Serving, published_folder
-from rolltap.trainer.training.step.metrics import FORK
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.steps import (
     BATCHES,
@@ -50,6 +49,7 @@ from rolltap.trainer.training.steps import (
     TrainedBatch,
     TrainedBatches,
     find_fork,
+    fork_group,
     has_signal,
     step_group,
 )
@@ -156,14 +156,13 @@ class OnlineTraces(Source):
         self._trained = TrainedBatches(self._run)
         size = recipe.groups_per_step
         begun = len(self._trained) * size
-        starts = Starts(recipe.max_staleness, size, recipe.steps, self._numbers(), begun=begun)
+        starts = Starts(recipe.max_staleness, size, recipe.steps, self._untaken(), begun=begun)
         share = 0.0
         if recipe.evaluation is not None:
             share = recipe.evaluation.share
         self._rollouts = AsyncRollouts(
             starts,
             partial(self._worker.schedule, share=share),
-            group_of=self._group,
             finished=self._ended_before,
         )
         stack.enter_context(self._rollouts)
@@ -258,12 +257,23 @@ class OnlineTraces(Source):
 
     # Groups
 
-    def _numbers(self) -> Iterator[int]:
-        """Yield the numbers of the groups that were neither trained nor dropped."""
+    def _untaken(self) -> Iterator[tuple[int, Group]]:
+        """Yield number and group of those that were neither trained nor dropped.
+
+        The forks of trained groups are among them.
+        """
         over = self._trained.groups()
         for number in count():
-            if self._group(number).group_id not in over:
-                yield number
+            group = self._group(number)
+            if group.group_id not in over:
+                yield number, group
+            elif self._recipe.forks is not None:
+                sessions = [self._revision(*session) for session in over[group.group_id]]
+                if has_signal(sessions, self._rules):
+                    continue
+                forks = self._forks(group, sessions)
+                if forks is not None and forks.group_id not in over:
+                    yield number, forks
 
     def _group(self, number: int) -> Group:
         step, position = divmod(number, self._recipe.groups_per_step)
@@ -300,7 +310,7 @@ class OnlineTraces(Source):
                 wanted -= 1
                 if has_signal(group.sessions, self._rules):
                     continue
-                forks = self._forks(group, version)
+                forks = self._forks(group.group, group.sessions)
                 if forks is not None:
                     self._rollouts.submit(group.number, forks)
                     wanted += 1
@@ -317,16 +327,15 @@ class OnlineTraces(Source):
         self.trainer.log_metrics(metrics)
         return sorted(groups), stale
 
-    def _forks(self, group: CompleteGroup, version: Version) -> Group | None:
-        """Return the group of forks of a group without signal; None when no session can be forked."""
+    def _forks(self, group: Group, sessions: Sequence[Session]) -> Group | None:
+        """Return the forks of a group without signal; None if no session of it can be forked."""
         forks = self._recipe.forks
-        if forks is None or group.is_fork:
+        if forks is None or group.fork is not None:
             return None
-        source = find_fork(group.sessions, self._rules, forks, self._run, self._rows)
+        source = find_fork(sessions, self._rules, forks, self._run, self._rows)
         if source is None:
             return None
-        position = int(group.group.group_id.rpartition(".")[2])
-        return step_group(version, position, group.group.task, forks.sessions, FORK, source)
+        return fork_group(self._version(), group.task, forks.sessions, source)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -233,7 +233,7 @@ def _faults(recipe: Recipe) -> Iterator[str]:
     for key in ("replace_zero_variance", "forks"):
         if has_teacher and getattr(recipe, key):
             yield f"with a teacher all groups train: remove {key}"
-    refused = {"forks": ("max_staleness", "service", "ray"), "evaluation": ("service", "ray")}
+    refused = {"forks": ("service", "ray"), "evaluation": ("service", "ray")}
     for table, keys in refused.items():
         for key in keys:
             given = getattr(recipe, key)

@@ -2,7 +2,9 @@
 
 Groups have numbers: group `n` is of step `n // groups_per_step`, by the order of the tasks. They start in this order,
 as many as may start, and a step takes the oldest complete ones. A bound of 0 makes a step wait for groups that its own
-weights sample. The run folder has all that is known of groups: after a restart those that were not taken go on, with
+weights sample. Forks have the number of the group that they fork. A step takes one complete group
+more for each group that it forks: the forks, if they are the oldest that are complete, or another.
+The run folder has all that is known of groups: after a restart those that were not taken go on, with
 the sessions that have ended.
 """
 
@@ -30,13 +32,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Starts:
-    """Numbers of the groups that may start: at most `(max_staleness + step + 1) * size`, of `size` groups a step.
+    """The groups that may start, of `size` groups a step: at most `(max_staleness + step + 1) * size`, and their forks.
 
     So the weights that sample a group are at most `max_staleness` steps older than those that it trains, if groups are
     taken in the order of their starts (AReaL, arXiv 2505.24298, section 5).
 
     Attributes:
-        numbers: Those of the groups that no earlier attempt has trained or dropped, in their order.
+        groups: Number and group of those that no earlier attempt has trained or dropped, in their
+            order. The forks of trained groups are among them.
         step: Number of steps that are trained.
         begun: Number of the groups of these steps, and of those that were started for others.
     """
@@ -44,14 +47,14 @@ class Starts:
     max_staleness: int
     size: int
     steps: int
-    numbers: Iterator[int]
+    groups: Iterator[tuple[int, Group]]
     step: int = 0
     begun: int = 0
 
-    def take(self) -> list[int]:
+    def take(self) -> list[tuple[int, Group]]:
         """Return the groups that start now."""
         steps = min(self.max_staleness + self.step + 1, self.steps)
-        started = list(islice(self.numbers, max(0, steps * self.size - self.begun)))
+        started = list(islice(self.groups, max(0, steps * self.size - self.begun)))
         self.begun += len(started)
         return started
 
@@ -85,8 +88,8 @@ class AsyncRollouts:
 
     Methods are for one other thread. They raise what the schedule raises, then and at every later call.
 
-    `open_schedule` gets a callback for the progress; `group_of` returns the group of a number, and `finished` its
-    sessions that need not be run: id -> session.
+    `open_schedule` gets a callback for the progress; `finished` returns the sessions of a group that
+    need not be run: id -> session.
     """
 
     def __init__(
@@ -94,12 +97,10 @@ class AsyncRollouts:
         starts: Starts,
         open_schedule: Callable[[Advance], GroupSchedule | RemoteSchedule],
         *,
-        group_of: Callable[[int], Group],
         finished: Callable[[Group], Mapping[str, Session]],
     ) -> None:
         self._starts = starts
         self._open = open_schedule
-        self._group_of = group_of
         self._finished = finished
         self._show: Advance = lambda *_: None
         self._progress = ("", 0, 0)
@@ -199,8 +200,8 @@ class AsyncRollouts:
         raise self._ended.exception() or RolltapError("the rollouts have ended")
 
     async def _start(self) -> None:
-        for number in self._starts.take():
-            await self._submit(number, self._group_of(number))
+        for number, group in self._starts.take():
+            await self._submit(number, group)
 
     async def _submit(self, number: int, group: Group) -> None:
         found = dict(self._finished(group))

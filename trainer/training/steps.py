@@ -29,6 +29,7 @@ from rolltap.trainer.traces.reader import SessionRows
 from rolltap.trainer.traces.sessions import RewardRules, label_session
 from rolltap.trainer.training.recipe import Forks
 from rolltap.trainer.training.step.advantages import rewards_differ
+from rolltap.trainer.training.step.metrics import FORK
 
 BATCHES = "batches.jsonl"
 """Name of the file in the run folder."""
@@ -74,14 +75,21 @@ class TrainedBatches:
         """Return the batch of a step; None when it was not trained before."""
         return self._steps.get(step)
 
-    def groups(self) -> set[str]:
-        """Return the groups that were trained or too old, by the ids that they were run with."""
-        groups: set[str] = set()
+    def groups(self) -> dict[str, list[tuple[str, int]]]:
+        """Return group -> sessions that were trained, with their revisions.
+
+        A group that was too old has none. Groups have the ids that they were run with.
+        """
+        groups: dict[str, list[tuple[str, int]]] = {}
         for batch in self._steps.values():
-            for name in [*dict(batch.sessions), *batch.stale]:
+            for session in batch.sessions:
+                place = Place.parse(session[0])
+                if place is not None:
+                    groups.setdefault(place.group_id, []).append(session)
+            for name in batch.stale:
                 place = Place.parse(name)
                 if place is not None:
-                    groups.add(place.group_id)
+                    groups[place.group_id] = []
         return groups
 
     def add(self, batch: TrainedBatch) -> None:
@@ -93,7 +101,7 @@ class TrainedBatches:
             os.fsync(file.fileno())
 
 
-_PLACE = re.compile(r"(.+-[0-9a-f]{8}\.[0-9]+\.[0-9]+)-([0-9]+)\.([0-9]+)")
+_PLACE = re.compile(r"(.+)-([0-9]+)\.([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +124,7 @@ class Place:
         return cls(found[1], int(found[2]), int(found[3]))
 
 
-def step_group(
-    version: Version,
-    position: int,
-    task: Task,
-    sessions: int,
-    kind: str = "",
-    fork: RecordedFrom | None = None,
-) -> Group:
+def step_group(version: Version, position: int, task: Task, sessions: int, kind: str = "") -> Group:
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
     The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts, after a `kind` of groups and `~`. A
@@ -132,8 +133,17 @@ def step_group(
     group_id = f"{task.id}-{version.run}.{version.step}.{position}"
     if kind:
         group_id = f"{kind}~{group_id}"
-    names = [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)]
-    return Group(task, group_id, names, fork=fork)
+    return Group(task, group_id, _names(group_id, sessions, version))
+
+
+def fork_group(version: Version, task: Task, sessions: int, source: RecordedFrom) -> Group:
+    """Return the group of the forks of a session. Its id is `fork~<session>`."""
+    group_id = f"{FORK}~{source.session}"
+    return Group(task, group_id, _names(group_id, sessions, version), fork=source)
+
+
+def _names(group_id: str, sessions: int, version: Version) -> list[str]:
+    return [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)]
 
 
 def find_fork(

@@ -71,7 +71,7 @@ r = 2
 target_modules = "all-linear"
 """
 TASKS = ("a", "b", "flat", "c", "flat2")
-"""All rewards of the tasks `flat` are equal."""
+"""All rewards of the tasks `flat` are equal, but for forks."""
 POINTS = {
     "checkpoint": [
         ["0: after writing training.json 1"],
@@ -118,12 +118,13 @@ POINTS = {
         ["3: after the optimizer's step 1"],
         ["4: after write_policy 1"],
         ["3: after a call was recorded 3", "3: after a session was recorded 1"],
+        ["4: after a session was recorded 3", "4: after a session was recorded 1"],
     ],
     "twice": [["2: after a micro-batch 1", "6: after a session was recorded 1"], ["6: after the optimizer's step 2"]],
 }
 """Way of publishing -> lists of points at which one training is killed, one after the other. `twice` publishes a
-checkpoint, and takes two optimizer steps a batch; `max_staleness` publishes adapters, and rollouts are one step ahead.
-The sessions from the fifth on are those of a further group."""
+checkpoint, and takes two optimizer steps a batch; `max_staleness` publishes adapters, rollouts are one step ahead, and
+groups without signal are forked. The sessions from the fifth on are those of a further group."""
 
 SHORT = {
     "checkpoint": [
@@ -136,10 +137,10 @@ SHORT = {
         ],
         ["4: half of checkpoint-2 was removed 1"],
     ],
-    "max_staleness": [["3: after a session was recorded 2", "4: before save_finished 1"]],
+    "max_staleness": [["4: after a session was recorded 3", "4: before save_finished 1"]],
 }
 """A point of each kind, in one training: at the start, while weights are published, in a rollout, in a checkpoint, at
-the end."""
+the end; with `max_staleness`, among forks."""
 
 
 def make_points(points: Points) -> None:
@@ -206,7 +207,7 @@ def train(folder: Path, kill_at: str | None = None) -> int:
             batch = call(source, rows)
             line = {
                 "step": source.trainer.state.global_step,
-                "rewards": [[label.group_id.partition(".")[2], label.reward] for label in batch.rewards.values()],
+                "rewards": [[place_in_any_run(label.group_id), label.reward] for label in batch.rewards.values()],
                 "traces": [[t.prompt_ids, t.completion_ids, t.completion_mask, t.logprobs] for t in batch.traces],
                 "ledger": str(batch.ledger),
             }
@@ -291,7 +292,8 @@ def names_of(run: Path) -> list[str]:
 
 
 def place_in_any_run(session_id: str) -> str:
-    return re.sub(r"[0-9a-f]{8}\.|\.\d+$", "", session_id)
+    """Return an id without the name of the run and without attempts."""
+    return re.sub(r"[0-9a-f]{8}\.|(?<=-\d)\.\d+", "", session_id)
 
 
 def trained_of(run: Path) -> list[tuple[Any, ...]]:
@@ -307,6 +309,7 @@ def recipe_of(kind: str) -> str:
     recipe = RECIPE.format(publish="lora" if adapted else "checkpoint", iterations=2 if kind == "twice" else 1)
     if kind == "max_staleness":
         recipe = recipe.replace("adapters = 2", "max_staleness = 1")
+        recipe = recipe.replace("[grpo]", "[forks]\nsessions = 2\n\n[grpo]")
     if not adapted:
         recipe = recipe.replace("adapters = 2\n", "")
     return recipe + (LORA if adapted else "")

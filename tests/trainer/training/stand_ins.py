@@ -237,6 +237,7 @@ def record_group(run: Path, group: Group, version: str, points: Points) -> list[
     random.Random(f"{version} {group.group_id}").shuffle(waiting)
     ended = []
     before = {session_id.rpartition(".")[0] for session_id in load_sessions(run)}
+    is_flat = group.task.id.startswith("flat") and group.fork is None
     with RunWriter(run, "never") as writer:
         for session_id in waiting:
             index = session_id.removeprefix(group.group_id).partition(".")[0]
@@ -252,7 +253,7 @@ def record_group(run: Path, group: Group, version: str, points: Points) -> list[
                 task_id=group.task.id,
                 group_id=group.group_id,
                 status="completed",
-                reward=0.5 if group.task.id.startswith("flat") else sum(even) / len(even),
+                reward=0.5 if is_flat else sum(even) / len(even),
                 policy_version=version,
             )
             if FAULTS.search(session_id) and session_id.rpartition(".")[0] not in before:

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from io import StringIO
@@ -37,6 +38,9 @@ from tests.trainer.engine.acting import serving
 from tests.trainer.runs.views.test_score import Scoring, logprob
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
+FORKED: dict[str, Any] = {"forks": {"sessions": 3}, "silent": "a"}
+"""Settings with which the sessions of task `a` are forked."""
+FORKS = "fork~a-1a2b3c4d.0.0-0.0"
 HELD_OUT = [Task(id=name, instruction="go", evaluate=["true"]) for name in "xy"]
 
 
@@ -166,7 +170,7 @@ class Loop:
         for earlier in range(len(trained), number // iterations):
             place = f"1a2b3c4d.{earlier * iterations}"
             names = [f"{row['task_id']}-{place}.{n}-0.0" for n, row in enumerate(self.rows_of(earlier))]
-            trained.add(TrainedBatch(step=earlier * iterations, sessions=[(name, 0) for name in names]))
+            trained.add(TrainedBatch(step=earlier * iterations, sessions=[], stale=names))
         with self.source(number, attempt) as source:
             source.before_batch()
             return source([])
@@ -174,7 +178,7 @@ class Loop:
 
 class AtOnce:
     """A schedule that runs a group as soon as it gets it, by the weights that are published then. Those of the tasks in
-    `loop.held` end when the test calls what is in `loop.waiting`."""
+    `loop.held` end when the test calls what is in `loop.waiting`; `forks` are all forks."""
 
     running = 0
 
@@ -191,8 +195,10 @@ class AtOnce:
         events = asyncio.get_running_loop()
         result = events.create_future()
         sessions = self.loop.run_sessions(group, self.loop.published[-1], evaluates)
-        if group.task.id in self.loop.held:
-            self.loop.waiting[group.task.id] = partial(events.call_soon_threadsafe, result.set_result, sessions)
+        name = "forks" if group.fork else group.task.id
+        if name in self.loop.held:
+            end = partial(events.call_soon_threadsafe, result.set_result, sessions)
+            self.loop.waiting[name] = end
         else:
             result.set_result(sessions)
         return result
@@ -409,6 +415,56 @@ class TestAhead:
         with pytest.raises(EngineError, match=r"\(default\): .*; nothing else is left to train"):
             self.step(source, 2)
 
+    def forks_of(self, batch):
+        return [name for name in batch.rewards if name.startswith("fork~")]
+
+    def test_a_step_trains_the_forks_that_have_ended_and_no_step_waits_for_others(self, make):
+        source = make(**FORKED)
+        self.loop.calls = 4
+        self.loop.held = {"forks"}
+        assert {label.task_id for label in self.step(source, 0).rewards.values()} == {"a", "b"}
+        self.loop.waiting["forks"]()
+        second, third = (self.step(source, number) for number in (1, 2))
+        assert self.forks_of(second) == [*second.rewards]
+        assert self.forks_of(second) == [f"{FORKS}-{index}.0" for index in range(3)]
+        assert {label.task_id for label in third.rewards.values()} == {"c"}
+        forked = [line["groups_forked"] for line in self.loop.logged if "groups_forked" in line]
+        assert forked == [0, 1, 0]
+
+    def test_forks_that_are_too_old_are_dropped_and_another_group_takes_their_place(self, make):
+        source = make(**FORKED)
+        self.loop.calls = 4
+        self.loop.held = {"forks"}
+        assert {label.task_id for label in self.step(source, 0).rewards.values()} == {"a", "b"}
+        self.step(source, 1)
+        self.loop.waiting["forks"]()
+        batch = self.step(source, 2)
+        assert {label.task_id for label in batch.rewards.values()} == {"d"}
+        stale = [f"{FORKS}-{index}.0" for index in range(3)]
+        assert TrainedBatches(self.loop.folder).get(2).stale == stale
+
+    def test_forks_that_no_step_has_trained_go_on_after_a_restart(self, make):
+        source = make(**FORKED)
+        self.loop.calls = 4
+        self.loop.held = {"forks"}
+        first = self.step(source, 0)
+        again = make(0, attempt=1, **FORKED)
+        self.loop.calls = 4
+        assert self.step(again, 0) == first
+        second, third = (self.step(again, number) for number in (1, 2))
+        assert self.forks_of(second) == [f"{FORKS}-{index}.0" for index in range(3)]
+        assert {label.task_id for label in third.rewards.values()} == {"c"}
+        last = make(3, attempt=2, **FORKED)
+        assert {label.task_id for label in self.step(last, 3).rewards.values()} == {"d"}
+
+    def test_two_groups_of_a_task_that_are_forked_in_one_step_have_forks_of_their_own(self, make):
+        source = make(**FORKED | {"max_staleness": 2})
+        self.loop.calls = 4
+        self.loop.held = {"forks"}
+        self.loop.tasks = {1: "a"}
+        self.step(source, 0)
+        assert [*self.loop.forked] == [FORKS, "fork~a-1a2b3c4d.1.0-0.0"]
+
     def lines(self):
         """Return the lines of metrics with an evaluation: the step, the weights' step, and the sessions."""
         lines = read_metrics(self.loop.folder / METRICS)
@@ -502,11 +558,11 @@ class TestForks:
     def test_the_first_session_of_each_is_forked_at_its_middle_call_and_the_forks_are_a_group_of_the_step(self, loop):
         batch = loop.step(3, "ca")
         source = RecordedFrom(loop.folder, "a-1a2b3c4d.3.1-0.0", START + timedelta(seconds=2))
-        assert loop.forked == {"fork~a-1a2b3c4d.3.1": source}
+        assert loop.forked == {"fork~a-1a2b3c4d.3.1-0.0": source}
         assert len(loop.run) == 2 + 2 + 3
-        assert [name for name, labelled in batch.rewards.items() if labelled.group_id == "fork~a-1a2b3c4d.3.1"] == [
-            f"fork~a-1a2b3c4d.3.1-{index}.0" for index in range(3)
-        ]
+        (forks,) = loop.forked
+        forked = [name for name, label in batch.rewards.items() if label.group_id == forks]
+        assert forked == [f"{forks}-{index}.0" for index in range(3)]
         assert batch.ledger.sampled == 7 * 4 * 2
         assert loop.metrics["groups_forked"] == 1
 
@@ -521,6 +577,27 @@ class TestForks:
         batch = loop.step(3, "ab", attempt=1)
         assert (loop.run, sorted(batch.rewards)) == ([], sorted(first))
         assert loop.step(3, "ab", attempt=2) == batch
+
+    def test_a_restarted_step_takes_no_forks_of_another_session_than_it_forks(self, loop, monkeypatch):
+        record = loop.record
+
+        def lose_first(folder, group, version):
+            loop.faults = "infrastructure"
+            lost = [name for name in group.session_ids if name == "a-1a2b3c4d.3.0-0.0"]
+            sessions = record(folder, replace(group, session_ids=lost), version)
+            loop.faults = ""
+            others = [name for name in group.session_ids if name not in lost]
+            return sessions + record(folder, replace(group, session_ids=others), version)
+
+        loop.record = lose_first
+        with monkeypatch.context() as killed:
+            killed.setattr(online, "read_batch", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                loop.step(3, "a")
+        batch = loop.step(3, "a", attempt=1)
+        assert [*loop.forked] == ["fork~a-1a2b3c4d.3.0-1.0", "fork~a-1a2b3c4d.3.0-0.1"]
+        groups = {label.group_id for label in batch.rewards.values()}
+        assert groups == {"a-1a2b3c4d.3.0", "fork~a-1a2b3c4d.3.0-0.1"}
 
     def test_a_further_group_comes_only_when_no_session_can_be_forked(self, loop):
         loop.calls = 1

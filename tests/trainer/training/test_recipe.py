@@ -119,7 +119,6 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + '[forks]\nfrom = "solved"\n', r"'forks\.from' is 'solved': Input should be 'failed' or 'any'"),
         (GOOD + '[forks]\nsource = "any"\n', r"unknown key 'forks\.source'"),
         (GOOD + "[forks]\nsessions = 1\n", r"'forks\.sessions' is 1"),
-        (GOOD + "max_staleness = 1\n[forks]\n", r"max_staleness = 1 runs no \[forks\]: remove one of them"),
         (GOOD + 'ray = "h:1"\n[forks]\n', r"ray = 'h:1' runs no \[forks\]"),
         (
             GOOD + "concurrency = 1\n" + HELD_OUT,

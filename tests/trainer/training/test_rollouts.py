@@ -1,7 +1,7 @@
 import asyncio
 import threading
 from collections import Counter
-from itertools import count, filterfalse
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -21,45 +21,63 @@ TASK = Task(id="a", instruction="go", evaluate=["true"])
     staleness=st.integers(0, 3),
     size=st.integers(1, 3),
     steps=st.integers(1, 5),
-    over=st.sets(st.integers(0, 9)),
     in_order=st.booleans(),
     data=st.data(),
 )
 def test_no_group_starts_too_early_none_is_lost_and_the_training_never_waits_for_nothing(
-    staleness, size, steps, over, in_order, data
+    staleness, size, steps, in_order, data
 ):
-    starts = Starts(staleness, size, steps, filterfalse(over.__contains__, count()))
     running, complete, begun, taken, given_up = [], [], {}, Counter(), 0
+    forked = set()
+
+    def untaken():
+        for number in count():
+            if number not in taken:
+                yield number
+            elif number in forked and f"forks of {number}" not in taken:
+                yield f"forks of {number}"
 
     def start():
-        for number in starts.take():
-            assert number not in begun
-            begun[number] = step
-            running.append(number)
+        for group in starts.take():
+            assert group not in running + complete
+            begun.setdefault(group, step)
+            running.append(group)
 
+    starts = Starts(staleness, size, steps, untaken())
     for step in range(steps):
+        if data.draw(st.booleans(), label="the training was killed"):
+            running, complete = [], []
+            starts = Starts(staleness, size, steps, untaken(), begun=step * size)
         starts.step = step
         start()
-        kept = 0
-        while kept < size:
+        wanted = size
+        while wanted:
             if not complete:
                 assert running, "nothing runs, and nothing may start"
-                complete.append(running.pop(0 if in_order else data.draw(st.integers(0, len(running) - 1))))
-            number = complete.pop()
-            taken[number] += 1
-            if in_order and not given_up:
-                assert 0 <= step - begun[number] <= staleness
-            assert len(begun) <= (staleness + step + 1) * size + given_up
-            if given_up < 3 and data.draw(st.booleans()):
+                place = 0 if in_order else data.draw(st.integers(0, len(running) - 1))
+                complete.append(running.pop(place))
+            group = complete.pop()
+            taken[group] += 1
+            if in_order and not given_up and not forked:
+                assert 0 <= step - begun[group] <= staleness
+            assert len(begun) <= (staleness + step + 1) * size + given_up + len(forked)
+            end = data.draw(st.sampled_from(["trained", "given up", "forked"]))
+            if end == "given up" and given_up < 3:
                 given_up += 1
                 starts.replace()
                 start()
-            else:
-                kept += 1
-    assert not set(begun) & over
+                continue
+            wanted -= 1
+            if end == "forked" and isinstance(group, int):
+                forked.add(group)
+                running.append(f"forks of {group}")
+                begun[f"forks of {group}"] = step
+                wanted += 1
     assert set(taken.values()) == {1}
-    assert len(begun) == steps * size + given_up, "no more groups start than the steps train"
-    assert sorted(begun) == list(begun)
+    assert begun.keys() == {*taken}
+    numbers = [group for group in begun if isinstance(group, int)]
+    assert len(numbers) == steps * size + given_up, "no more groups start than the steps train"
+    assert sorted(numbers) == [*range(len(numbers))]
 
 
 class Played:
@@ -117,11 +135,8 @@ def beside(finished=lambda group: {}):
         opened.append(Played(advance))
         return opened[0]
 
-    def group_of(number):
-        return step_group(Version("1a2b3c4d", number, 0), 0, TASK, 2)
-
-    starts = Starts(1, 1, 9, count())
-    return AsyncRollouts(starts, open_schedule, group_of=group_of, finished=finished), opened
+    groups = ((number, step_group(Version("1a2b3c4d", number, 0), 0, TASK, 2)) for number in count())
+    return AsyncRollouts(Starts(1, 1, 9, groups), open_schedule, finished=finished), opened
 
 
 def taken(rollouts):
