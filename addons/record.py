@@ -42,7 +42,7 @@ for _name in _hidden:
 
 recorder = Recorder()
 sessions = Sessions(recorder.record)
-egress = Egress(recorder.record, sessions.session_of)
+egress = Egress(recorder.record, sessions.session_of, recorder.options_of)
 addons = [
     Log(),
     recorder,

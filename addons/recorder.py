@@ -25,6 +25,7 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.tokenizer import resolve_model
 from rolltap.addons.store.metadata import add_recorder, write_metadata
 from rolltap.addons.store.records import Event
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -165,6 +166,12 @@ class Recorder:
             await self._starting
             await self.endpoint.close()
         await asyncio.to_thread(self.endpoint.writer.close)
+
+    def options_of(self, session_id: str) -> SessionOptions:
+        """Return the options of a session, as `Endpoint.options_of`."""
+        if self.endpoint is None:
+            return SessionOptions()
+        return self.endpoint.options_of(session_id)
 
     def record(self, event: Event) -> None:
         """Write or count a refusal, if a run is open. Logs an `OSError` instead of raising it."""

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     ["addons.errors", "addons.concurrency"],
-    ["addons.options", "addons.secret"],
+    ["addons.hosts", "addons.options", "addons.secret"],
     ["addons.dialects", "trainer.engine.in_vllm", "trainer.boxes.inside"],
     ["addons.store", "trainer", "trainer.models"],
     ["addons.engine", "addons.prompts", "trainer.tasks", "trainer.traces"],
@@ -30,7 +30,7 @@ LAYERS = [
 `addons.dialects`."""
 LEAVES = {
     ROOT / "addons" / f"{name}.py": f"addons.{name}"
-    for name in ("errors", "concurrency", "options", "secret", "recorder")
+    for name in ("errors", "concurrency", "hosts", "options", "secret", "recorder")
 }
 """Files of `addons` that other folders import."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))

@@ -190,6 +190,10 @@ class Recovery:
     def _add_ended(self, rows: pa.RecordBatch) -> None:
         self._ended.update(rows.column("session_id").drop_null().to_pylist())
 
+    def has_ended(self, session_id: str) -> bool:
+        """Return True for a session that has ended, as far as it is known without reading."""
+        return session_id in self._ended
+
     def end(self, session_id: str) -> None:
         """Commit that a session has ended.
 

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 from aiohttp import web
 
@@ -42,6 +42,7 @@ from rolltap.addons.options import RecorderOptions
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.rewards import GivenReward, give_reward
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ ACCEPTED = 20
 IDLE_SECONDS = 300.0
 """Seconds after which the state of a session that asks nothing is dropped. To read it again
 takes milliseconds."""
+KNOWN_OPTIONS = 4096
+"""Number of sessions whose options are kept. To read a file takes some 50 µs."""
 
 
 class Endpoint:
@@ -87,6 +90,8 @@ class Endpoint:
         """The model of a rerun, which asks no engine."""
         if options.rerun is not None:
             self._recorded = served_model(options.rerun, options.engine[0], rendering.digests)
+        self._recovery: Recovery | None = None
+        self._read_options = lru_cache(KNOWN_OPTIONS)(partial(SessionOptions.read, writer.run))
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -103,7 +108,7 @@ class Endpoint:
         )
         self._bodies = Bodies()
         self._workers = Workers()
-        recovery = Recovery(self.writer, self.rendering)
+        self._recovery = recovery = Recovery(self.writer, self.rendering)
         self._new_session = partial(
             Session,
             options=self.options,
@@ -173,6 +178,20 @@ class Endpoint:
     def headers(self, session_id: str, host: str) -> dict[str, str]:
         """Return the headers of a redirected request: secret, session and host."""
         return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host}
+
+    def options_of(self, session_id: str) -> SessionOptions:
+        """Return the options of a session, which are read once: they come before its first request.
+
+        A session that has ended, or whose options cannot be read, may reach no host.
+        """
+        try:
+            options = self._read_options(session_id)
+        except (OSError, RunError) as error:
+            logger.error("session %s may reach no host: %s", session_id, error)
+            return SessionOptions(allow=())
+        if self._recovery is not None and self._recovery.has_ended(session_id):
+            return options.model_copy(update={"allow": ()})
+        return options
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not _is_equal(request.headers.get(SECRET_HEADER, ""), self._secret):

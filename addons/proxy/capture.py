@@ -32,11 +32,12 @@ _PATH_CHARACTERS = string.punctuation
 class Capture:
     """Redirects model calls to the recorder's endpoint.
 
-    `is_allowed` is true for a host and a port that the user allowed. Such a host keeps its paths
-    that have a prefix before the path of a model API: it may be an application of another kind.
+    `is_allowed` is true for a session, and a host and a port that it may reach. Such a host keeps
+    its paths that have a prefix before the path of a model API: it may be an application of another
+    kind.
     """
 
-    def __init__(self, recorder: Recorder, is_allowed: Callable[[str, int], bool]) -> None:
+    def __init__(self, recorder: Recorder, is_allowed: Callable[[str, str, int], bool]) -> None:
         self._recorder = recorder
         self._is_allowed = is_allowed
 
@@ -56,6 +57,9 @@ class Capture:
             if ends_session(request):
                 _redirect(flow, endpoint)
             return
+        session_id = flow.metadata[SESSION]
+        if not self._recorder.options_of(session_id).model_calls:
+            return
         if request.headers.get("upgrade", "").lower() == "websocket":
             # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for
             # seconds
@@ -70,7 +74,7 @@ class Capture:
         route = routes.find_route(request.method, _quoted(request.path), request.headers)
         if route is None:
             return
-        if not route.prefix or not self._is_allowed(request.host, request.port):
+        if not route.prefix or not self._is_allowed(session_id, request.host, request.port):
             _redirect(flow, endpoint)
 
 

@@ -1,16 +1,14 @@
-"""Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can
-be reached."""
+"""Addon: egress filter. Denies by default: only the endpoint and the hosts that the session's
+options or else `rolltap_allow` name can be reached."""
 
 import asyncio
-import ipaddress
 import logging
-import re
 import socket
 from collections.abc import Callable, Collection, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from mitmproxy import connection, ctx, exceptions, flow, http, tls
@@ -23,48 +21,19 @@ from mitmproxy.proxy.layers.http import HTTPMode
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.dialects import routes
+from rolltap.addons.hosts import (
+    Pattern,
+    is_permitted_address,
+    normalize_host,
+    read_all_patterns,
+)
 from rolltap.addons.proxy.capture import CAPTURED, event_of, json_response
 from rolltap.addons.proxy.layers import BoundedClientTLS, Http, begins_tls
 from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.store.records import Event
+from rolltap.addons.store.session_options import SessionOptions
 
 logger = logging.getLogger(__name__)
-
-WEB_PORTS = ("80", "443")
-"""Ports of an option that names none."""
-_HOST_AND_PORT = re.compile(r"(\[[^\]]*:[^\]]*\]|[^:]*):([^:]*)")
-
-
-class Pattern(NamedTuple):
-    """A pattern of `fnmatch` for a host, and its port: a number, or `*` for all."""
-
-    host: str
-    port: str
-
-    def has_port(self, port: int) -> bool:
-        """Return True when the pattern is for this port."""
-        return self.port in ("*", str(port))
-
-
-def read_patterns(text: str) -> list[Pattern]:
-    """Return the patterns of an option.
-
-    Options are `pypi.org`, `*.example.org:8443`, `127.0.0.1:*`, `::1` or `[::1]:80`. Raises
-    `ValueError` when the port is neither `*` nor a number up to 65535, or the host is empty.
-    """
-    host = text.strip()
-    ports: tuple[str, ...] = WEB_PORTS
-    match = _HOST_AND_PORT.fullmatch(host)
-    if match is not None:
-        host = match[1]
-        ports = (match[2],)
-    for port in ports:
-        is_number = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-        if port != "*" and not is_number:
-            raise ValueError(f"{text!r} has the port {port!r}: give a number up to 65535, or *")
-    if not host:
-        raise ValueError(f"{text!r} has no host: give HOST or HOST:PORT")
-    return [Pattern(normalize_host(host), port) for port in ports]
 
 
 def is_allowed(patterns: Collection[Pattern], host: str, port: int) -> bool:
@@ -73,42 +42,6 @@ def is_allowed(patterns: Collection[Pattern], host: str, port: int) -> bool:
     if not name.isascii() or not is_valid_host(name):
         return False
     return any(pattern.has_port(port) and fnmatchcase(name, pattern.host) for pattern in patterns)
-
-
-def is_named(patterns: Collection[Pattern], host: str, port: int) -> bool:
-    """Return True when a pattern is this very host, without a wildcard."""
-    name = normalize_host(host)
-    return any(pattern.host == name and pattern.has_port(port) for pattern in patterns)
-
-
-def is_permitted_address(patterns: Collection[Pattern], host: str, address: str, port: int) -> bool:
-    """Return True unless an allowed host turned out to be on this machine or in a private network.
-
-    `address` is one that the host has. One that is not public needs a pattern of its own;
-    `localhost` stands for the addresses of this machine.
-    """
-    found = _address(address.partition("%")[0])
-    if found is None:
-        return False
-    real = getattr(found, "ipv4_mapped", None) or found
-    if real.is_global:
-        return True
-    names = [str(real), address]
-    if real.is_loopback and normalize_host(host) == "localhost":
-        names.append("localhost")
-    return any(is_named(patterns, name, port) for name in names)
-
-
-def normalize_host(host: str) -> str:
-    """Return a host in the form in which hosts are compared.
-
-    It is in lower case, without a final dot. The brackets of an address such as `[::1]` are
-    removed; those of a pattern such as `[ab].example.org` stay.
-    """
-    name = host.lower().removesuffix(".")
-    if name.startswith("[") and name.endswith("]") and _address(name[1:-1]) is not None:
-        return name[1:-1]
-    return name
 
 
 def conflicting_host(request: http.Request, sni: str | None) -> str:
@@ -129,13 +62,6 @@ def conflicting_host(request: http.Request, sni: str | None) -> str:
     return ""
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None
-
-
 _Checked = tuple[tuple[str, int], list[Any]]
 _checked: ContextVar[_Checked | None] = ContextVar("_checked", default=None)
 """The host and port to which this task opens a connection, and their addresses that may be used."""
@@ -148,6 +74,8 @@ class _Admitted:
     target: tuple[str, int]
     session_id: str
     is_captured: bool
+    patterns: Collection[Pattern] = ()
+    """Patterns of the hosts that the session may reach."""
 
 
 class Egress:
@@ -166,17 +94,20 @@ class Egress:
     that was allowed.
 
     Must come after `Capture`, which marks the model calls. `record` writes an event; `session_of`
-    returns the session of a tunnel.
+    returns the session of a tunnel, `options_of` the options of a session. Its list of hosts, if it
+    has one, stands in place of `rolltap_allow`.
     """
 
     def __init__(
         self,
         record: Callable[[Event], None],
         session_of: Callable[[connection.Client], str | None],
+        options_of: Callable[[str], SessionOptions],
     ) -> None:
         self._record = record
         self._session_of = session_of
-        self._patterns: set[Pattern] = set()
+        self._options_of = options_of
+        self._patterns: frozenset[Pattern] = frozenset()
         self._admitted: MutableMapping[connection.Client, _Admitted] = WeakKeyDictionary()
 
     def load(self, _: object) -> None:
@@ -187,17 +118,13 @@ class Egress:
         """Read the patterns. A wrong one is refused, and none is used."""
         if "rolltap_allow" not in updated:
             return
-        patterns: set[Pattern] = set()
-        self._patterns = set()
+        self._patterns = frozenset()
         try:
-            for text in ctx.options.rolltap_allow:
-                patterns.update(read_patterns(text))
+            self._patterns = read_all_patterns(tuple(ctx.options.rolltap_allow))
         except ValueError as error:
             if ctx.master.addons.get("proxyserver").is_running:
                 raise exceptions.OptionsError(f"rolltap_allow: {error}") from error
             logger.error("rolltap_allow: %s", error)  # see `Recorder.configure`
-            return
-        self._patterns = patterns
 
     def running(self) -> None:
         """Let mitmproxy get the addresses that were checked: a name that is looked up twice may
@@ -218,9 +145,15 @@ class Egress:
 
         loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
 
-    def allows(self, host: str, port: int) -> bool:
-        """Return True when an option is a pattern of this host and port."""
-        return is_allowed(self._patterns, host, port)
+    def allows(self, session_id: str, host: str, port: int) -> bool:
+        """Return True when a session may reach this host and port."""
+        return is_allowed(self._patterns_of(session_id), host, port)
+
+    def _patterns_of(self, session_id: str) -> Collection[Pattern]:
+        own = self._options_of(session_id).allow
+        if own is None:
+            return self._patterns
+        return read_all_patterns(own)
 
     def next_layer(self, nextlayer: NextLayer) -> None:
         """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not
@@ -255,16 +188,19 @@ class Egress:
         if flow.response is not None or flow.error is not None:
             return
         request = flow.request
+        session_id = flow.metadata[SESSION]
         is_captured = flow.metadata.get(CAPTURED, False)
+        patterns: Collection[Pattern] = ()
         if not is_captured:
+            patterns = self._patterns_of(session_id)
             # by the host that mitmproxy connects to: a harness can put anything into the header
             # Host
-            if is_allowed(self._patterns, request.host, request.port):
+            if is_allowed(patterns, request.host, request.port):
                 self._check_allowed(flow)
             else:
                 body = routes.not_served(request.method, request.path, request.headers)
                 flow.response = json_response(404, body)
-                self._record(_refusal(flow))
+                self._record(self._refusal(flow))
         if flow.response is None:
             # a proxy may ignore `Upgrade` (RFC 9110, 7.8)
             request.headers.pop("http2-settings", None)
@@ -272,17 +208,31 @@ class Egress:
                 request.headers.pop("connection", None)
             request.stream = True
             self._admitted[flow.client_conn] = _Admitted(
-                (request.host, request.port), flow.metadata[SESSION], is_captured
+                (request.host, request.port), session_id, is_captured, patterns
             )
 
     def _check_allowed(self, flow: http.HTTPFlow) -> None:
         request = flow.request
-        if routes.looks_like_model_call(request.method, request.path):
+        if self._looks_like_model_call(flow):
             self._record(event_of(flow, "uncaptured", "let through"))
         other = conflicting_host(request, flow.client_conn.sni)
         if other:
             flow.response = json_response(421)
             self._record(event_of(flow, "refused", f"the request names another host: {other}"))
+
+    def _looks_like_model_call(self, flow: http.HTTPFlow) -> bool:
+        has_calls = self._options_of(flow.metadata[SESSION]).model_calls
+        return has_calls and routes.looks_like_model_call(flow.request.method, flow.request.path)
+
+    def _refusal(self, flow: http.HTTPFlow) -> Event:
+        """Return the event of a request to a host that is not allowed."""
+        has_calls = self._options_of(flow.metadata[SESSION]).model_calls
+        wanted = routes.advice(flow.request.method, flow.request.path)
+        if wanted and has_calls:
+            return event_of(flow, "uncaptured", f"refused: {wanted}")
+        if self._looks_like_model_call(flow):
+            return event_of(flow, "uncaptured", "refused")
+        return event_of(flow, "refused", "")
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
         """Forward a reply as it arrives. Close a connection that would change to another
@@ -322,7 +272,7 @@ class Egress:
                 return
             usable = []
             for each in found:
-                if is_permitted_address(self._patterns, host, each[4][0], port):
+                if is_permitted_address(admitted.patterns, host, each[4][0], port):
                     usable.append(each)
             if not usable:
                 address = found[0][4][0]
@@ -369,15 +319,3 @@ class Egress:
         if server.address:
             event.host = server.address[0]
         self._record(event)
-
-
-def _refusal(flow: http.HTTPFlow) -> Event:
-    """Return the event of a request to a host that is not allowed."""
-    method = flow.request.method
-    path = flow.request.path
-    wanted = routes.advice(method, path)
-    if wanted:
-        return event_of(flow, "uncaptured", f"refused: {wanted}")
-    if routes.looks_like_model_call(method, path):
-        return event_of(flow, "uncaptured", "refused")
-    return event_of(flow, "refused", "")

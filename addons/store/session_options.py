@@ -20,10 +20,15 @@ class SessionOptions(BaseModel):
     Attributes:
         sampling: Sampling parameters in place of those of `rolltap_sampling`, key by key.
         rerun: The recorded session whose calls answer its requests, in place of `rolltap_rerun`.
+        allow: Patterns of the hosts that it may reach, in place of those of `rolltap_allow`.
+        model_calls: False for the programs of a judge, which have credentials of their own: no
+            request of theirs is a model call of the policy.
     """
 
     sampling: dict[str, Any] = {}
     rerun: RecordedFrom | None = None
+    allow: tuple[str, ...] | None = None
+    model_calls: bool = True
 
     def write(self, run: Path, session_id: str) -> None:
         """Give them to a session of a run; without any, nothing is written. Raises `OSError`."""
@@ -31,6 +36,11 @@ class SessionOptions(BaseModel):
             path = _file(run, session_id)
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, self.model_dump_json())
+
+    @staticmethod
+    def remove(run: Path, session_id: str) -> None:
+        """Forget those of a session that has ended. Raises `OSError`."""
+        _file(run, session_id).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, run: Path, session_id: str) -> Self:

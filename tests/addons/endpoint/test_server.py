@@ -18,6 +18,7 @@ from rolltap.addons.prompts.history import Conversations
 from rolltap.addons.prompts.reply import ReplyParser
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.rewards import session_rows
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import read_rows
 from tests.addons.harness import PATH, recording, user
 from tests.scripted_engine import Answer, Say
@@ -205,6 +206,17 @@ class TestEndOfSession:
         monkeypatch.setattr(Engine, "served", served)
         assert (await harness.ask(user()))[0] == 410
         assert (scripted_engine.requests, harness.calls()) == ([], [])
+
+    async def test_an_ended_session_and_one_with_damaged_options_may_reach_no_host(self, harness):
+        SessionOptions(allow=("a.org",)).write(harness.run, "s1")
+        assert harness.endpoint.options_of("s1").allow == ("a.org",)
+        await harness.end()
+        assert harness.endpoint.options_of("s1").allow == ()
+        SessionOptions(allow=("a.org",)).write(harness.run, "s2")
+        for file in (harness.run / "given").iterdir():
+            file.write_text("{")
+        assert harness.endpoint.options_of("s2").allow == ()
+        assert harness.endpoint.options_of("s3").allow is None
 
     async def test_a_failed_fsync_at_the_end_of_a_session_is_an_error(self, harness, monkeypatch):
         monkeypatch.setattr(harness.endpoint.writer, "end_session", mock.Mock(side_effect=OSError("the disk is gone")))

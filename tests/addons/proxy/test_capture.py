@@ -10,6 +10,7 @@ from rolltap.addons.proxy.capture import CAPTURED, Capture
 from rolltap.addons.proxy.egress import Egress
 from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.store.records import Event
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import read_rows
 from tests.addons.running import options_of, running
 
@@ -30,7 +31,7 @@ async def recorder(options):
 
 @pytest.fixture
 def capture(recorder):
-    addon = Capture(recorder, lambda host, port: False)
+    addon = Capture(recorder, lambda session, host, port: False)
     ctx.master.addons.add(addon)
     return addon
 
@@ -53,7 +54,7 @@ class TestHostsOfTheUser:
 
     @pytest.fixture
     async def capture(self, options):
-        egress = Egress(lambda event: None, lambda client: "s1")
+        egress = Egress(lambda event: None, lambda client: "s1", lambda session: SessionOptions())
         named = {"rolltap_allow": ["app.example", "*.wild.example"]}
         async with running({**options, **named}, egress) as recorder:
             yield Capture(recorder, egress.allows)
@@ -119,6 +120,15 @@ class TestModelCalls:
         capture.requestheaders(flow)
         assert CAPTURED not in flow.metadata
         assert flow.request.get_state() == before
+
+    def test_those_of_a_judge_are_left_alone_and_its_end_is_not(self, recorder, capture):
+        run = recorder.endpoint.writer.run
+        SessionOptions(allow=("api.openai.com",), model_calls=False).write(run, "s1/judge")
+        for url, is_captured in ((COMPLETIONS, False), ("http://session.rolltap/end", True)):
+            flow = request(url=url)
+            flow.metadata[SESSION] = "s1/judge"
+            capture.requestheaders(flow)
+            assert flow.metadata.get(CAPTURED, False) is is_captured
 
     def test_their_headers_and_paths_become_text(self, capture):
         flow = request(url=COMPLETIONS + "?a=b%20c")
@@ -199,6 +209,6 @@ class TestModelCalls:
 
 async def test_nothing_is_captured_before_a_run_is_open():
     async with running({}) as recorder:
-        flow = captured(Capture(recorder, lambda host, port: False))
+        flow = captured(Capture(recorder, lambda session, host, port: False))
         recorder.record(Event(kind="refused"))
     assert CAPTURED not in flow.metadata

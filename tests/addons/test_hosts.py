@@ -1,0 +1,52 @@
+import pytest
+
+from rolltap.addons.hosts import is_permitted_address, read_all_patterns, read_patterns
+
+
+@pytest.mark.parametrize(
+    ("text", "patterns"),
+    [
+        ("PyPI.org.", [("pypi.org", "80"), ("pypi.org", "443")]),
+        ("pypi.org:8443", [("pypi.org", "8443")]),
+        ("*.example.org:*", [("*.example.org", "*")]),
+        ("::1", [("::1", "80"), ("::1", "443")]),
+        ("[::1]", [("::1", "80"), ("::1", "443")]),
+        ("[::1]:80", [("::1", "80")]),
+        ("[ab].example.org", [("[ab].example.org", "80"), ("[ab].example.org", "443")]),
+        ("[ab].example.org:1", [("[ab].example.org", "1")]),
+    ],
+)
+def test_an_option_is_a_host_and_a_port_or_those_of_the_web(text, patterns):
+    assert read_patterns(text) == patterns
+
+
+@pytest.mark.parametrize("text", ["", ":80", "a:0", "a:65536", "a:https", "a:", "a:٣"])
+def test_a_pattern_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="give"):
+        read_patterns(text)
+
+
+def test_the_patterns_of_several_texts_are_one_set():
+    assert read_all_patterns(("a.org:80", "b.org:80", "A.org:80")) == {("a.org", "80"), ("b.org", "80")}
+    assert read_all_patterns(()) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "host", "addresses", "used"),
+    [
+        ("*", "a.example", ["93.184.216.34", "2606:2800:220:1::1"], True),
+        ("*", "127.0.0.1", ["127.0.0.1"], False),
+        ("127.0.0.*", "127.0.0.1", ["127.0.0.1"], False),
+        ("127.0.0.1", "127.0.0.1", ["127.0.0.1"], True),
+        ("127.0.0.1:81", "127.0.0.1", ["127.0.0.1"], False),
+        ("a.example", "a.example", ["127.0.0.1", "10.0.0.1", "169.254.169.254"], False),
+        ("a.example", "a.example", ["::ffff:10.0.0.1", "fe80::1%eth0", "::1"], False),
+        ("10.0.0.1", "a.example", ["10.0.0.1"], True),
+        ("localhost", "localhost", ["127.0.0.1", "::1"], True),
+        ("localhost", "localhost", ["10.0.0.1"], False),
+        ("localhost", "a.example", ["127.0.0.1"], False),
+    ],
+)
+def test_an_address_that_is_not_public_needs_a_pattern_of_its_own(pattern, host, addresses, used):
+    found = {address: is_permitted_address(read_patterns(pattern), host, address, 80) for address in addresses}
+    assert found == dict.fromkeys(addresses, used)
