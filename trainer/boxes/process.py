@@ -1,6 +1,6 @@
 """The runtime without isolation: programs run as processes of this machine's user."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -40,6 +40,9 @@ class ProcessRuntime:
 
     def check(self) -> None:
         """Processes can be started everywhere."""
+
+    def show(self, program: str, files: Iterable[Path] = ()) -> None:
+        """Do nothing: a process sees all that the user sees."""
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[ProcessBox]:

@@ -71,8 +71,8 @@ class Worker:
         `check_judges` and `HidingRuntime.layers`, and `InputError` for what this machine lacks.
         """
         self.runtime.check()
+        self.runtime.show(self.harness.program, self.harness.files)
         if isinstance(self.runtime, HidingRuntime):
-            self.runtime.show(self.harness.program, self.harness.files)
             tools = self.runtime.tools
             private = [*private, *self.recorder.private_files()]
             self.runtime.hide(private_paths(self.recorder.path, tasks, private, tools))

@@ -1,0 +1,194 @@
+import io
+import os
+import stat
+import tarfile
+
+import pytest
+
+from rolltap.trainer.boxes.inside import archive
+from rolltap.trainer.boxes.inside.archive import delete, pack, pack_changes, stamps, unpack, write_pipe
+
+ROOM = 1 << 30
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "run.sh").write_text("echo\n")
+    (folder / "src" / "run.sh").chmod(0o755)
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to("/etc/passwd")
+    (folder / os.fsdecode(b"caf\xe9")).write_bytes(b"\0\1")
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    return folder
+
+
+def packed(parts):
+    file = io.BytesIO()
+    pack(file, parts)
+    file.seek(0)
+    return file
+
+
+def tar_of(*members):
+    """Return a tar stream with members, each a name with fields of its `TarInfo`."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, fields in members:
+            member = tarfile.TarInfo(name)
+            for field, value in fields.items():
+                setattr(member, field, value)
+            tar.addfile(member, io.BytesIO(b"x" * member.size))
+    file.seek(0)
+    return file
+
+
+def content(folder):
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_dir():
+            found[name] = None
+        else:
+            found[name] = (path.read_bytes(), stat.S_IMODE(path.stat().st_mode))
+    return found
+
+
+def test_a_folder_arrives_with_its_modes_links_and_names(source, target):
+    assert unpack(packed({".": source}), target, ROOM)
+    assert content(target) == content(source)
+    assert (target / "src" / "run.sh").stat().st_mtime == pytest.approx((source / "src" / "run.sh").stat().st_mtime)
+
+
+def test_parts_have_names_of_their_own_and_a_file_is_one(source, target):
+    (source.parent / "to the script").symlink_to(source / "src" / "run.sh")
+    parts = {"workspace": source / "src", "/etc/rolltap/run": source.parent / "to the script"}
+    assert unpack(packed(parts), target, ROOM)
+    assert (target / "workspace" / "run.sh").read_text() == "echo\n"
+    assert (target / "etc" / "rolltap" / "run").read_text() == "echo\n"
+
+
+def test_pipes_and_sockets_stay_where_they_are(source, target):
+    os.mkfifo(source / "pipe")
+    assert unpack(packed({".": source}), target, ROOM)
+    assert not (target / "pipe").exists()
+
+
+def test_only_changes_are_packed_and_what_is_gone_is_told(source, target):
+    assert unpack(packed({".": source}), target, ROOM)
+    untouched = (target / "src" / "run.sh").stat()
+    before = stamps(source)
+    (source / "src" / "new").write_text("new")
+    (source / "link").unlink()
+    (source / "empty").rmdir()
+    (source / "empty").write_text("a file now")
+    file = io.BytesIO()
+    gone = pack_changes(file, source, before, ROOM)
+    file.seek(0)
+    with tarfile.open(fileobj=file) as tar:
+        assert tar.getnames() == ["empty", "src/new"]
+    file.seek(0)
+    delete(target, gone)
+    assert unpack(file, target, ROOM)
+    assert gone == ["link"]
+    assert content(target) == content(source)
+    assert (target / "src" / "run.sh").stat() == untouched
+
+
+def test_a_file_that_was_written_with_its_old_size_and_time_is_a_change(source):
+    before = stamps(source)
+    script = source / "src" / "run.sh"
+    status = script.stat()
+    script.write_text("exit\n")
+    os.utime(script, ns=(status.st_atime_ns, status.st_mtime_ns))
+    file = io.BytesIO()
+    pack_changes(file, source, before, ROOM)
+    file.seek(0)
+    with tarfile.open(fileobj=file) as tar:
+        assert tar.getnames() == ["src/run.sh"]
+
+
+def test_a_file_and_a_folder_that_were_closed_to_their_owner_come_too(source, target):
+    (source / "src" / "run.sh").chmod(0)
+    (source / "src").chmod(0)
+    assert unpack(packed({".": source}), target, ROOM)
+    assert (target / "src" / "run.sh").read_text() == "echo\n"
+
+
+def test_too_many_bytes_or_files_are_no_archive(source, monkeypatch):
+    (source / "large").write_bytes(bytes(100_000))
+    with pytest.raises(archive.TooMuchError):
+        pack_changes(io.BytesIO(), source, {}, 50_000)
+    monkeypatch.setattr(archive, "MAX_ENTRIES", 3)
+    with pytest.raises(archive.TooMuchError):
+        stamps(source)
+
+
+def test_a_folder_that_is_nested_beyond_any_path_ends_somewhere(source):
+    here = os.open(source, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("deeper", dir_fd=here)
+        below = os.open("deeper", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    assert 100 < len(stamps(source)) < 1000
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        ("../out", {"size": 1}),
+        ("/out", {"size": 1}),
+        ("inside/../../out", {"size": 1}),
+        ("device", {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 3}),
+        ("pipe", {"type": tarfile.FIFOTYPE}),
+        ("hard", {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}),
+    ],
+)
+def test_a_hostile_member_is_left_out_and_the_others_are_written(target, member):
+    assert not unpack(tar_of(member, ("good", {"size": 1})), target, ROOM)
+    assert list(target.parent.rglob("*")) == [target, target / "good"]
+
+
+def test_nothing_is_written_through_a_link(target):
+    link = ("way", {"type": tarfile.SYMTYPE, "linkname": str(target.parent)})
+    assert unpack(tar_of(link, ("way/out", {"size": 1})), target, ROOM)
+    assert (target / "way").is_dir()
+    assert not (target.parent / "out").exists()
+    (target / "there").symlink_to(target.parent)
+    delete(target, ["there/target/way/out", "../target/way"])
+    assert (target / "way" / "out").exists()
+
+
+def test_a_setuid_bit_does_not_arrive(target):
+    assert unpack(tar_of(("program", {"size": 1, "mode": 0o6755})), target, ROOM)
+    assert stat.S_IMODE((target / "program").stat().st_mode) == 0o755
+
+
+def test_an_archive_over_the_limit_or_cut_in_two_is_not_whole(source, target):
+    assert not unpack(tar_of(("large", {"size": 100_000})), target, 50_000)
+    assert not (target / "large").exists()
+    cut = packed({".": source}).getvalue()[:700]
+    assert not unpack(io.BytesIO(cut), target, ROOM)
+
+
+def test_a_pipe_gets_what_was_written_and_is_opened_as_often(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    write_pipe(path, b"0.5", 5)
+    assert os.read(reader, 100) == b"0.5"
+    write_pipe(path, b"", 0)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 100)
+    os.close(reader)

@@ -1,0 +1,246 @@
+"""Folders as tar streams, for boxes that are on another machine. With the standard library only.
+
+An archive that comes from such a machine may be hostile: every part of a path is opened relative to its folder and
+without following links, and only files, folders and links are written. The filters of `tarfile` are not enough for
+this (CVE-2025-4517).
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import IO
+
+MAX_ENTRIES = 1_000_000
+"""Files, folders and links of one folder. A judge takes fewer."""
+_MAX_PATH = 4000
+"""Bytes of a path. What lies deeper is left out: a judge would refuse it."""
+_BLOCK = 512
+_CHUNK = 1 << 20
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PATH = str | os.PathLike[str]
+
+Stamp = tuple[int, int, int, int]
+"""Inode, size, time of the last change of content or inode in ns, and mode: no program without rights can set that
+time."""
+
+
+class TooMuchError(Exception):
+    """A folder has more than may be taken to another machine."""
+
+
+def pack(file: IO[bytes], parts: Mapping[str, _PATH]) -> None:
+    """Write files and folders into a tar stream, each under its name, with all that is in it.
+
+    A link that is a part is followed, one in a part is not. What is no file, folder or link is left out. Raises
+    `OSError`.
+    """
+    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for name, source in parts.items():
+            top = os.path.realpath(source)
+            _add(tar, top, name.strip("/"))
+            if os.path.isdir(top):
+                for path in _walk(top):
+                    _add(tar, f"{top}/{path}", f"{name.strip('/')}/{path}")
+
+
+def stamps(folder: _PATH) -> dict[str, Stamp]:
+    """Return the stamps of all that is in a folder, by relative path. Raises `TooMuchError` and `OSError`."""
+    found: dict[str, Stamp] = {}
+    for path in _walk(os.fspath(folder)):
+        status = os.lstat(f"{folder}/{path}")
+        found[path] = (status.st_ino, status.st_size, status.st_ctime_ns, status.st_mode)
+        if len(found) > MAX_ENTRIES:
+            raise TooMuchError(f"there are more than {MAX_ENTRIES} files and folders")
+    return found
+
+
+def pack_changes(file: IO[bytes], folder: _PATH, before: Mapping[str, Stamp], limit: int) -> list[str]:
+    """Write what was made or changed since `before` into a tar stream. Return the paths that are gone.
+
+    Raises `TooMuchError` for more than `limit` bytes, and `OSError`.
+    """
+    now = stamps(folder)
+    left = limit
+    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for path, stamp in now.items():
+            is_folder = stat.S_ISDIR(stamp[3])
+            old = before.get(path)
+            # the time of a folder changes with what is in it, which is told by itself
+            if old == stamp or (is_folder and old is not None and old[3] == stamp[3]):
+                continue
+            left -= _BLOCK
+            if stat.S_ISREG(stamp[3]):
+                left -= stamp[1]
+            if left < 0:
+                raise TooMuchError(f"more than {limit} bytes were changed")
+            _add(tar, f"{folder}/{path}", path)
+    return [path for path in before if path not in now]
+
+
+def unpack(file: IO[bytes], folder: _PATH, limit: int) -> bool:
+    """Write what is in a tar stream into a folder, in place of what is there.
+
+    Return False if something was left out: what comes after `limit` bytes, a path that leads out of the folder, what
+    is no file, folder or link, and what follows a damaged part. Raises `OSError` for a fault of this machine.
+    """
+    whole = True
+    left = limit
+    root = os.open(folder, _FOLDER)
+    try:
+        with tarfile.open(fileobj=file, mode="r|") as tar:
+            for member in tar:
+                left -= _BLOCK + member.size
+                if left < 0:
+                    return False
+                if member.name == ".":
+                    continue
+                parts = _parts(member.name.removeprefix("./"))
+                if not parts or not (member.isreg() or member.isdir() or member.issym()):
+                    whole = False
+                    continue
+                with _opened(root, parts[:-1], create=True) as parent:
+                    _write(parent, parts[-1], member, tar)
+    except tarfile.TarError:
+        return False
+    finally:
+        os.close(root)
+    return whole
+
+
+def delete(folder: _PATH, paths: Iterable[str]) -> None:
+    """Delete paths below a folder, as far as they are there. Follows no links. Raises `OSError`."""
+    root = os.open(folder, _FOLDER)
+    try:
+        for path in paths:
+            parts = _parts(path)
+            if parts:
+                with (
+                    contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                    _opened(root, parts[:-1]) as parent,
+                ):
+                    _remove(parent, parts[-1])
+    finally:
+        os.close(root)
+
+
+def write_pipe(path: _PATH, content: bytes, opened: int) -> None:
+    """Open a pipe for writing as often as it was opened elsewhere, and write what was written there.
+
+    Waits until a reader has taken it. Raises `OSError`.
+    """
+    for number in range(min(opened, 2)):  # who reads it tells none, one and several
+        with open(path, "wb", buffering=0) as pipe:
+            rest = memoryview(content if number == 0 else b"")
+            while rest:
+                rest = rest[pipe.write(rest) :]
+
+
+def _walk(folder: str, prefix: str = "") -> Iterator[str]:
+    """Yield the relative paths of all that is in a folder, each folder before what is in it."""
+    place = f"{folder}/{prefix}"
+    _allow(place, stat.S_IRWXU)
+    with os.scandir(place) as entries:
+        found = sorted(islice(entries, MAX_ENTRIES + 1), key=lambda entry: entry.name)
+    for entry in found:
+        path = prefix + entry.name
+        if len(os.fsencode(f"{folder}/{path}")) > _MAX_PATH:
+            continue
+        yield path
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(folder, f"{path}/")
+
+
+def _allow(path: str, rights: int) -> None:
+    """Give the owner rights on a file or folder, which a program may have taken."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & rights != rights:
+        with contextlib.suppress(PermissionError):  # another user's
+            os.chmod(path, mode | rights)
+
+
+def _add(tar: tarfile.TarFile, source: str, name: str) -> None:
+    status = os.lstat(source)
+    member = tarfile.TarInfo(name)
+    member.mode = stat.S_IMODE(status.st_mode)
+    member.mtime = status.st_mtime
+    if stat.S_ISREG(status.st_mode):
+        _allow(source, stat.S_IRUSR)
+        member.size = status.st_size
+        with open(source, "rb") as content:
+            tar.addfile(member, content)
+    elif stat.S_ISDIR(status.st_mode):
+        member.type = tarfile.DIRTYPE
+        tar.addfile(member)
+    elif stat.S_ISLNK(status.st_mode):
+        member.type = tarfile.SYMTYPE
+        member.linkname = os.readlink(source)
+        tar.addfile(member)
+
+
+def _parts(path: str) -> list[str]:
+    """Return the names of a relative path; none for a path that may lead out of its folder, or has a NUL."""
+    parts = path.rstrip("/").split("/")
+    if "\0" in path or any(part in ("", ".", "..") for part in parts):
+        return []
+    return parts
+
+
+@contextlib.contextmanager
+def _opened(root: int, parts: Iterable[str], *, create: bool = False) -> Iterator[int]:
+    """Yield a descriptor of a folder below `root`. With `create` it is made, in place of what is no folder."""
+    folder = os.dup(root)
+    try:
+        for part in parts:
+            if create:
+                _make_folder(folder, part)
+            below = os.open(part, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _make_folder(parent: int, name: str) -> None:
+    try:
+        os.mkdir(name, 0o755, dir_fd=parent)
+    except FileExistsError:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
+            os.unlink(name, dir_fd=parent)
+            os.mkdir(name, 0o755, dir_fd=parent)
+
+
+def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+    mode = member.mode & 0o777
+    if member.isdir():
+        _make_folder(parent, name)
+        os.chmod(name, mode | stat.S_IRWXU, dir_fd=parent)
+        return
+    _remove(parent, name)
+    if member.issym():
+        os.symlink(member.linkname, name, dir_fd=parent)
+        return
+    content = tar.extractfile(member)
+    assert content is not None
+    with os.fdopen(os.open(name, _NEW_FILE, 0o600, dir_fd=parent), "wb") as file:
+        shutil.copyfileobj(content, file, _CHUNK)
+        file.flush()
+        os.fchmod(file.fileno(), mode | stat.S_IRUSR)
+        nanoseconds = int(member.mtime * 1e9)
+        with contextlib.suppress(OverflowError, OSError):  # a time that no file system has
+            os.utime(file.fileno(), ns=(nanoseconds, nanoseconds))
+
+
+def _remove(parent: int, name: str) -> None:
+    """Remove a file, a link or a folder with all that is in it, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=parent)
+        else:
+            os.unlink(name, dir_fd=parent)
