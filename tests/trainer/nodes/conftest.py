@@ -1,6 +1,9 @@
 """A Ray cluster of nodes on this machine, and an engine that holds its replies until it is released."""
 
 import os
+import select
+import signal
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +34,19 @@ class Nodes:
         return node
 
     def kill(self, node):
-        """Kill a node with all that runs on it, as a machine that loses its power."""
+        """Kill a node with all that runs on it, as a machine that loses its power, and wait for the end of all."""
+        own = [info.process.pid for infos in node.all_processes.values() for info in infos]
+        killed = {}
+        while new := [pid for pid in processes_of(own) if pid not in killed]:
+            for pid in new:  # stopped first, so that none starts a further one or notes the end of another
+                with suppress(ProcessLookupError):
+                    killed[pid] = os.pidfd_open(pid)
+                    signal.pidfd_send_signal(killed[pid], signal.SIGSTOP)
+        for process in killed.values():
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        for process in killed.values():
+            select.select([process], [], [])
+            os.close(process)
         self.cluster.remove_node(node, allow_graceful=False)
         self.added.remove(node)
 
@@ -70,6 +85,19 @@ def engine(tokenizer):
     with ScriptedEngine(tokenizer) as engine:
         engine.otherwise = lambda request: Say("good.")
         yield engine
+
+
+def processes_of(roots):
+    """Return the ids of processes, and of all that they and their children started."""
+    children = defaultdict(list)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(pid))
+    found = list(roots)
+    for pid in found:
+        found += children[pid]
+    return found
 
 
 def processes_below(folder):
