@@ -175,9 +175,10 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
     if task.needs_network is not None and (runtime.isolated or own_paths):
         raise RefusedError(
             f"{where} needs a network: {task.needs_network}. With the runtimes sandbox, container and apptainer a "
-            "session reaches the recorder only, and its judge has no network: build an image that has what is "
-            "downloaded, name it as the task's image ('environment.docker_image' of a Harbor task), and remove the "
-            "downloads from the task" + ("" if own_paths else ", or use the runtime process")
+            "session reaches the recorder only, and its judge has no network: name the hosts in the judge's 'allow' "
+            "('verifier.allowed_hosts' of a Harbor task), or build an image that has what is downloaded, name it as "
+            "the task's image ('environment.docker_image'), and remove the downloads from the task"
+            + ("" if own_paths else ", or use the runtime process")
         )
     if own_paths and not runtime.isolated:
         raise RefusedError(

@@ -1,11 +1,12 @@
 """Tasks of requests: those that were loaded, by their ids, and clients' own, which may reach no further than a box."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.hosts import read_all_patterns, read_patterns
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.judges.check import check_judges
 from rolltap.trainer.judges.protected import judges_of
@@ -13,7 +14,7 @@ from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.check import fit_tasks
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.service.requests import GroupRequest
-from rolltap.trainer.tasks.task import LLMJudge, PythonJudge, Task
+from rolltap.trainer.tasks.task import CommandJudge, LLMJudge, PytestJudge, PythonJudge, Task
 
 _IMAGE = re.compile(
     r"(?:(?P<host>localhost|[\w-]+(?:\.[\w-]+)+(?::\d+)?|[\w-]+:\d+)/)?"
@@ -50,7 +51,8 @@ def require_portable(task: Task, runtime: Runtime, hosts: Collection[str]) -> No
     """Refuse a task of a request that would reach further than a box. Raises `InputError`, which names the field.
 
     The operator's `hosts`, `HOST` or `HOST:PORT`, are what a judge may ask and an image may come from: the service
-    sends these requests from its own network, and tells the client how they end.
+    sends these requests from its own network, and tells the client how they end. A session and its judge may reach no
+    other ones.
     """
     where = f"task {task.id!r}: "
     if not runtime.isolated:
@@ -62,7 +64,11 @@ def require_portable(task: Task, runtime: Runtime, hosts: Collection[str]) -> No
     for name, value in task.model_dump().items():
         if _has_path(value) or (name == "image" and isinstance(value, str) and PurePath(value).is_absolute()):
             raise InputError(f"{where}{name!r} names a file of the service's machine: {advice}")
+    if task.allow:
+        _require_hosts(f"{where}'allow'", task.allow, hosts)
     for judge in judges_of(task.effective_judge):
+        if isinstance(judge, CommandJudge | PytestJudge):
+            _require_hosts(f"{where}'judge.allow'", judge.allow, hosts)
         if isinstance(judge, PythonJudge) or (isinstance(judge, LLMJudge) and judge.key_env):
             key = "kind" if isinstance(judge, PythonJudge) else "key_env"
             raise InputError(f"{where}'judge.{key}' is {getattr(judge, key)!r}, which works outside of a box: {advice}")
@@ -78,6 +84,15 @@ def _require_host(what: str, host: str | None, hosts: Collection[str]) -> None:
     if host is None or host not in hosts:
         named = f"--allow-host {host}" if host else "--allow-host, which takes a host"
         raise InputError(f"{what}, and the operator of the service did not allow this host ({named})")
+
+
+def _require_hosts(what: str, wanted: Iterable[str], hosts: Collection[str]) -> None:
+    """Refuse a pattern that stands for more than one of the operator's hosts, which are no patterns."""
+    allowed = read_all_patterns(tuple(hosts))
+    for text in wanted:
+        for pattern in read_patterns(text):
+            if pattern not in allowed and pattern._replace(port="*") not in allowed:
+                _require_host(f"{what} has {text!r}", text, ())
 
 
 def _host_of_url(url: str) -> str | None:

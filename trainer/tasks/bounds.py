@@ -1,10 +1,15 @@
-"""Bounded numbers and texts of a task: what a machine can hold, and what a program can be given."""
+"""Bounded numbers and texts of a task: what a machine can hold, what a program can be given, and
+the names that it may have and reach."""
 
 import json
+import re
 import shlex
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
+
+from rolltap.addons.hosts import read_patterns
 
 ARGUMENT_BYTES = 131_072
 """Size of one argument or variable of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
@@ -62,7 +67,36 @@ def _variables(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def _plain_id(name: str) -> str:
+    if _NOT_IN_IDS.search(name) or not name.strip("."):
+        advice = "use letters, digits, dot, dash and underscore, and not dots alone"
+        example = _NOT_IN_IDS.sub("-", name).strip(".-")
+        raise ValueError(f"{advice}: {example!r}" if example else advice)
+    return name
+
+
+def _inside(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts or ".git" in Path(name).parts:
+        raise ValueError("give a path inside the workspace, relative to it")
+    return name
+
+
+def _host(text: str) -> str:
+    read_patterns(text)
+    return text
+
+
 Text = Annotated[str, AfterValidator(plain_text)]
+PlainId = Annotated[str, AfterValidator(_plain_id)]
+"""A name that is a part of file names: letters, digits, dot, dash and underscore."""
+PathInside = Annotated[str, AfterValidator(_inside)]
+"""A path in the workspace, relative to it."""
+Host = Annotated[str, Field(max_length=300), AfterValidator(_host)]
+"""A host or a pattern of hosts, with or without a port, as `rolltap_allow` takes it."""
+Hosts = Annotated[list[Host], Field(max_length=1000)]
 Command = Annotated[
     list[Annotated[str, AfterValidator(_argument)]],
     BeforeValidator(_list_of_words),

@@ -3,133 +3,25 @@
 The format is that of Harbor 0.25 (https://harborframework.com/docs/task-format): task.toml, instruction.md,
 environment/, tests/test.sh, and solution/solve.sh, which no session sees.
 
-A Dockerfile that only copies files has its effect without an image being built: see `read_dockerfile`.
+A Dockerfile that only copies files has its effect without an image being built: see `dockerfile.py`.
 """
 
-import json
+import ipaddress
 import os
-import posixpath
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.bounds import Command, Cores, Seconds
+from rolltap.trainer.tasks.dockerfile import is_plain_system, read_dockerfile
 from rolltap.trainer.tasks.task import Build, CommandJudge, Limits, Task
 from rolltap.trainer.toml import load_toml
-
-_NO_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER"}  # on files, folders and the environment of other commands
-_PLAIN_SYSTEMS = {"alpine", "busybox", "debian", "python", "ubuntu"}
-
-
-@dataclass(slots=True)
-class Dockerfile:
-    """Content of a Dockerfile.
-
-    Attributes:
-        base: Image of its FROM; None for `scratch`.
-        workdir: Absolute path of its last WORKDIR; None without one.
-        env: Its variables.
-        files: Absolute path in the image -> file or folder of the build's folder. A folder's content is copied.
-        unclear: First line that only a build can carry out, as `line N: TEXT`; None when the fields say it all.
-    """
-
-    base: str | None = None
-    workdir: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    files: dict[str, Path] = field(default_factory=dict)
-    unclear: str | None = None
-
-
-def read_dockerfile(file: Path) -> Dockerfile:
-    """Return what a Dockerfile says. With `unclear` the other fields are those of its other lines."""
-    says = Dockerfile()
-    if (file.parent / ".dockerignore").exists():
-        says.unclear = "it has a .dockerignore"
-    for number, line in _lines(file.read_text(encoding="utf-8")):
-        if not _carry_out(line, says, file.parent):
-            says.unclear = says.unclear or f"line {number}: {line[:100]}"
-    return says
-
-
-def is_plain_system(image: str) -> bool:
-    """Return whether an image is an official one of an operating system or of Python, with nothing of a task."""
-    name = image.removeprefix("docker.io/").removeprefix("library/")
-    return re.split("[:@]", name)[0] in _PLAIN_SYSTEMS
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    """Return the instructions with the number of their first line, without comments, continued lines joined."""
-    lines: list[tuple[int, str]] = []
-    open_line: tuple[int, str] | None = None
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line = raw.strip()
-        if line.startswith("#") or (not line and open_line is None):
-            continue
-        first, before = open_line or (number, "")
-        if line.endswith("\\"):
-            open_line = first, before + line[:-1] + " "
-        else:
-            open_line = None
-            lines.append((first, before + line))
-    return lines if open_line is None else [*lines, open_line]
-
-
-def _carry_out(line: str, says: Dockerfile, folder: Path) -> bool:
-    """Add an instruction to `says`. Return False when only a build can carry it out."""
-    instruction, _, rest = line.partition(" ")
-    instruction, rest = instruction.upper(), rest.strip()
-    if instruction in _NO_EFFECT:
-        return True
-    if "$" in rest or "<<" in rest:
-        return False
-    match instruction:
-        case "FROM":
-            first = says.base is None and says.workdir is None
-            says.base, says.workdir = (None if rest == "scratch" else rest), None
-            return first and len(rest.split()) == 1
-        case "WORKDIR":
-            says.workdir = posixpath.normpath(posixpath.join(says.workdir or "/", rest.strip("\"'")))
-        case "ENV":
-            return _set_env(rest, says)
-        case "COPY":
-            return _copy(rest, says, folder)
-        case _:
-            return False
-    return True
-
-
-def _set_env(rest: str, says: Dockerfile) -> bool:
-    words = shlex.split(rest)
-    if words and all("=" in word for word in words):
-        says.env.update((name, value) for name, _, value in (word.partition("=") for word in words))
-    elif len(words) >= 2:
-        says.env[words[0]] = rest.split(None, 1)[1]
-    else:
-        return False
-    return True
-
-
-def _copy(rest: str, says: Dockerfile, folder: Path) -> bool:
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
-    if len(words) < 2 or any(word.startswith("--") or set(word) & set("*?[") for word in words):
-        return False
-    *sources, target = words
-    place = posixpath.normpath(posixpath.join(says.workdir or "/", target))
-    for name in sources:
-        source = (folder / name.lstrip("/")).resolve()
-        if not source.exists() or not source.is_relative_to(folder.resolve()):
-            return False
-        into = source.is_file() and (target.endswith(("/", ".")) or len(sources) > 1)
-        says.files[posixpath.join(place, source.name) if into else place] = source
-    return True
-
 
 _VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _SIZE = re.compile(r"([0-9.]+)\s*([GMK])", re.IGNORECASE)
@@ -151,8 +43,42 @@ class _Table(BaseModel):
 
 
 class _Network(_Table):
+    """A network policy: of the environment, or of the agent's or the verifier's phase alone."""
+
     network_mode: Literal["no-network", "public", "allowlist"] | None = None
     allowed_hosts: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Self:
+        if self.allowed_hosts and self.network_mode != "allowlist":
+            raise ValueError("'allowed_hosts' needs 'network_mode' = \"allowlist\"")
+        for host in self.allowed_hosts or []:
+            if "/" in host:
+                why = "rolltap allows no ranges of addresses: name the hosts"
+                raise ValueError(f"'allowed_hosts' has {host!r}: {why}")
+        return self
+
+    def allow(self) -> list[str] | None:
+        """Return the hosts of the policy as `Task.allow` has them; None without a policy.
+
+        A host of Harbor's stands for all its ports.
+        """
+        match self.network_mode:
+            case "public":
+                return ["*:*"]
+            case "allowlist":
+                return [_on_all_ports(host) for host in self.allowed_hosts or []]
+            case "no-network":
+                return []
+        return None
+
+
+def _on_all_ports(host: str) -> str:
+    try:
+        is_ipv6 = ipaddress.ip_address(host).version == 6
+    except ValueError:
+        is_ipv6 = False
+    return f"[{host}]:*" if is_ipv6 else f"{host}:*"
 
 
 class _Agent(_Network):
@@ -176,6 +102,13 @@ class _Environment(_Network):
     healthcheck: _Anything = None
     workdir: str | None = None
     allow_internet: bool | None = None
+
+    def allow(self) -> list[str] | None:
+        """Return the hosts of both phases. `allow_internet` is Harbor's older word for a policy."""
+        hosts = super().allow()
+        if hosts is not None or self.allow_internet is None:
+            return hosts
+        return ["*:*"] if self.allow_internet else []
 
     def limits(self) -> Limits:
         """Return the limits of a session's box."""
@@ -242,13 +175,16 @@ class HarborConfig(_Table):
             found.append(("verifier.environment_mode", "shared"))
         return [f"{key!r} = {str(value)[:100]}" for key, value in found if value not in (None, 0, [], {})]
 
-    def network(self) -> str | None:
-        """Return the key that asks for a network; None when none does. Harbor's default does not ask."""
-        for name, table in (("agent", self.agent), ("verifier", self.verifier), ("environment", self.environment)):
-            if table.network_mode not in (None, "no-network"):
-                hosts = f" with {', '.join(table.allowed_hosts)}" if table.allowed_hosts else ""
-                return f"'{name}.network_mode' is {table.network_mode}{hosts}"
-        return "'environment.allow_internet' is true" if self.environment.allow_internet else None
+    def hosts(self, phase: Literal["agent", "verifier"]) -> list[str] | None:
+        """Return the hosts of a phase: by its own policy, else the environment's.
+
+        None stands for Harbor's default, a public network, for which nobody asked.
+        """
+        own: _Network = getattr(self, phase)
+        hosts = own.allow()
+        if hosts is None:
+            hosts = self.environment.allow()
+        return hosts
 
     def artifact_paths(self, workdir: str) -> list[str]:
         """Return the artifacts as patterns relative to the workspace. Raises `InputError` for one outside of it."""
@@ -294,7 +230,7 @@ def load_harbor(folder: Path) -> Task:
     Files that the Dockerfile copies into its work folder are laid into the workspace, and an image that is a plain
     operating system or Python is optional. A Dockerfile that needs a build is the task's `build`. A verifier with
     `environment_mode = "separate"` gets the declared artifacts only, others get all changes of the work folder; what
-    the agent changed elsewhere in its box is not judged.
+    the agent changed elsewhere in its box is not judged. Network policies are the `allow` of the task and of its judge.
 
     Raises pydantic's `ValidationError`, and `InputError`, which names the files and keys, for what is missing, and for
     what Harbor has and rolltap has not: several steps, other services, users, GPUs, MCP servers,
@@ -307,6 +243,7 @@ def load_harbor(folder: Path) -> Task:
         raise InputError(f"{folder}: {'; '.join(faults)}")
     environment = _environment(folder, config)
     solution = folder / "solution"
+    judge = _judge(folder, config, environment.workdir)
     return Task(
         id=folder.name,
         instruction=_instruction(folder),
@@ -318,8 +255,9 @@ def load_harbor(folder: Path) -> Task:
         timeout=config.agent.timeout_sec,
         limits=config.environment.limits(),
         env={**environment.env, **resolve_variables(config.environment.env, file)},
-        needs_network=config.network() or _download(folder / "tests"),
-        judge=_judge(folder, config, environment.workdir),
+        allow=config.hosts("agent"),
+        needs_network=None if judge.allow else _download(folder / "tests"),
+        judge=judge,
         solution=solution if (solution / "solve.sh").is_file() else None,
         source=str(folder),
     )
@@ -401,6 +339,7 @@ def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
         mounts={"/tests": folder / "tests"},
         writable=[_LOGS],
         env=resolve_variables(config.verifier.env, folder / "task.toml"),
+        allow=config.hosts("verifier") or [],
     )
 
 

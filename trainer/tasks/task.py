@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,6 +20,9 @@ from rolltap.trainer.tasks.bounds import (
     Command,
     Cores,
     Gibibytes,
+    Hosts,
+    PathInside,
+    PlainId,
     Processes,
     Seconds,
     Text,
@@ -65,6 +66,15 @@ class _WorkspaceJudge(_Judge):
     files: list[str] = []
     tests: Path | None = None
 
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out an empty `run` and `allow`: the digest of a task is that of its words."""
+        values: dict[str, Any] = dump(self)
+        for name in ("run", "allow"):
+            if not values.get(name):
+                values.pop(name, None)
+        return values
+
 
 class _ValueJudge(_WorkspaceJudge):
     """Fields of the judges that give a value.
@@ -78,14 +88,6 @@ class _ValueJudge(_WorkspaceJudge):
 
     range: tuple[Bound, Bound] = (0.0, 1.0)
     run: Command = []
-
-    @model_serializer(mode="wrap")
-    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out an empty `run`: the digest of a task is that of what it says."""
-        values: dict[str, Any] = dump(self)
-        if not self.run:
-            values.pop("run", None)
-        return values
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -112,6 +114,8 @@ class CommandJudge(_ValueJudge):
             `process` has no paths of its own: the task is refused there.
         writable: Absolute paths in the box of empty folders that the command may write to.
         env: Further environment variables of the command.
+        allow: Hosts that the command may reach, through the recorder, as `allow` of a task. By
+            default its box has no network. `run` has none in any case.
     """
 
     kind: Literal["command"] = "command"
@@ -121,6 +125,7 @@ class CommandJudge(_ValueJudge):
     mounts: dict[BoxPath, Path] = {}
     writable: list[BoxPath] = []
     env: Variables = {}
+    allow: Hosts = []
 
     @property
     def by_status(self) -> bool:
@@ -149,6 +154,8 @@ class PytestJudge(_WorkspaceJudge):
             tests' results are read from the output of `command` then, and no report is needed. By default
             the report is read. The agent's code can print lines that the parser takes for results.
         env: Further environment variables of the command.
+        allow: Hosts that the tests may reach, through the recorder, as `allow` of a task. By
+            default their box has no network.
     """
 
     kind: Literal["pytest"] = "pytest"
@@ -158,6 +165,7 @@ class PytestJudge(_WorkspaceJudge):
     test_patch: str | None = None
     log_parser: str | None = None
     env: Variables = {}
+    allow: Hosts = []
 
 
 class PythonJudge(_ValueJudge):
@@ -280,23 +288,6 @@ class Build(BaseModel):
     why: str = ""
 
 
-_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-def _plain_id(name: str) -> str:
-    if _NOT_IN_IDS.search(name) or not name.strip("."):
-        advice = "use letters, digits, dot, dash and underscore, and not dots alone"
-        example = _NOT_IN_IDS.sub("-", name).strip(".-")
-        raise ValueError(f"{advice}: {example!r}" if example else advice)
-    return name
-
-
-def _inside(name: str) -> str:
-    if Path(name).is_absolute() or ".." in Path(name).parts or ".git" in Path(name).parts:
-        raise ValueError("give a path inside the workspace, relative to it")
-    return name
-
-
 class Task(BaseModel):
     """An instruction, the workspace to start from, and the judge of the result.
 
@@ -321,7 +312,10 @@ class Task(BaseModel):
         timeout: Seconds after which the harness is stopped. By default the rollout's `timeout`.
         limits: Limits of the session's box.
         env: Further environment variables of the harness and of the judge.
-        needs_network: Place where the task, or its judge, asks for a network beyond the recorder, as a phrase. Only the
+        allow: Hosts that the session may reach, through the recorder, in place of the hosts of the
+            option `rolltap_allow`: names or patterns, such as `pypi.org`, `*.pythonhosted.org` or
+            `pypi.org:8443`. An empty list is none. Model calls need no host.
+        needs_network: Place where the judge asks for a network although it has no `allow`, as a phrase. Only the
             runtime `process` runs such a task; no runtime runs it if its judge has `mounts` or `writable`.
         judge: Description of the judge.
         evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
@@ -334,11 +328,11 @@ class Task(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: Annotated[str, AfterValidator(_plain_id)] = Field(min_length=1, max_length=200)
+    id: PlainId = Field(min_length=1, max_length=200)
     instruction: Text = Field(min_length=1)
     workspace: Path | None = None
     commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{7,64}$")
-    files: dict[Annotated[str, AfterValidator(_inside)], Path] = {}
+    files: dict[PathInside, Path] = {}
     image: str | None = Field(default=None, min_length=1)
     image_optional: bool = False
     build: Build | None = None
@@ -346,6 +340,7 @@ class Task(BaseModel):
     timeout: Seconds | None = None
     limits: Limits = Limits()
     env: Variables = {}
+    allow: Hosts | None = None
     needs_network: str | None = None
     evaluate: Command = []
     judge: Judge | None = None
@@ -385,6 +380,8 @@ class Task(BaseModel):
         a path.
         """
         without = {"source", "evaluate", "judge", "build", "solution"} | ({"workspace"} if self.commit else set())
+        if self.allow is None:
+            without.add("allow")
         fields = self.model_dump(exclude=without)
         if self.build is not None:
             fields["build"] = self.build.folder

@@ -109,7 +109,7 @@ def make_task(**fields):
         ({"image": "a/b"}, PROCESS, r"needs the image a/b, and the runtime process has no images"),
         ({}, CONTAINER, r"has no image, and the runtime container needs one: give 'image'"),
         ({"needs_network": "test.sh, line 3"}, SANDBOX, r"needs a network: test\.sh, line 3\. With .*process$"),
-        ({"image": "a", "needs_network": "x"}, CONTAINER, r"needs a network: x\. With the .* its judge has no network"),
+        ({"image": "a", "needs_network": "x"}, CONTAINER, r"needs a network: x\. .* name the hosts in .* 'allow'"),
         ({"judge": MOUNTS, "needs_network": "x"}, SANDBOX, r"needs a network: x\. .*the downloads from the task$"),
         ({"judge": MOUNTS, "needs_network": "x"}, PROCESS, r"needs a network: x\. .*the downloads from the task$"),
         ({"judge": MOUNTS}, PROCESS, r"its judge needs absolute paths of its own, .* runtime process does not have"),

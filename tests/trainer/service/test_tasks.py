@@ -50,6 +50,37 @@ def test_a_judge_asks_the_hosts_that_the_operator_named(url):
     require_portable(judged_by(url), SandboxRuntime(), {"judge.example", "10.0.0.1:8000"})
 
 
+WANTED = {
+    "another host": "files.pypi.org",
+    "another port": "pypi.org:22",
+    "all ports": "pypi.org:*",
+    "hosts that end like a named one": "*.pypi.org",
+    "all hosts": "*",
+    "this machine": "127.0.0.1:8000",
+    "the metadata of a cloud": "169.254.169.254:80",
+    "a port of the web, where another was named": "judge.example",
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize("key", ["allow", r"judge\.allow"])
+def test_a_session_and_its_judge_reach_no_host_that_the_operator_did_not_name(name, key):
+    hosts = ["pypi.org", WANTED[name]]
+    judge = {"kind": "command", "command": ["true"]}
+    task = Task(id="t", instruction="go", judge=judge, allow=hosts)
+    if key != "allow":
+        task = Task(id="t", instruction="go", judge={**judge, "allow": hosts})
+    with pytest.raises(InputError, match=rf"'{key}' has .*--allow-host"):
+        require_portable(task, SandboxRuntime(), {"pypi.org", "judge.example:8443"})
+
+
+@pytest.mark.parametrize("allow", [None, [], ["pypi.org"], ["PyPI.org:443", "judge.example:8443"], ["any.example:22"]])
+def test_a_session_and_its_judge_reach_the_hosts_that_the_operator_named(allow):
+    judge = {"kind": "pytest", "allow": allow or []}
+    task = Task(id="t", instruction="go", judge=judge, allow=allow)
+    require_portable(task, SandboxRuntime(), {"pypi.org", "judge.example:8443", "any.example:*"})
+
+
 IMAGES = {
     "a folder of this machine": "/srv/image",
     "a folder of this machine, as a transport": "dir:/srv/image",

@@ -1,7 +1,6 @@
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.harbor import is_plain_system, read_dockerfile
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Build
 
@@ -159,20 +158,39 @@ def test_older_sizes_are_read_a_canary_is_not_shown_and_the_name_must_be_an_id(t
         load_tasks(write_task(tmp_path / "with space"))
 
 
-ALLOWLIST = 'network_mode = "allowlist"\nallowed_hosts = ["a.org"]'
+ALLOWLIST = 'network_mode = "allowlist"\nallowed_hosts = ["a.org", "*.b.org", "::1"]'
 
 
 @pytest.mark.parametrize(
-    ("toml", "where"),
+    ("toml", "agents", "judges"),
     [
-        ('[environment]\nnetwork_mode = "public"', "'environment.network_mode' is public"),
-        (f"[agent]\n{ALLOWLIST}", "'agent.network_mode' is allowlist with a.org"),
-        ("[environment]\nallow_internet = true", "'environment.allow_internet' is true"),
-        ("[environment]\nallow_internet = false", None),
+        ("", None, []),
+        ('[environment]\nnetwork_mode = "public"', ["*:*"], ["*:*"]),
+        ('[environment]\nnetwork_mode = "no-network"', [], []),
+        (f"[environment]\n{ALLOWLIST}", ["a.org:*", "*.b.org:*", "[::1]:*"], ["a.org:*", "*.b.org:*", "[::1]:*"]),
+        (f"[agent]\n{ALLOWLIST}", ["a.org:*", "*.b.org:*", "[::1]:*"], []),
+        ('[environment]\nnetwork_mode = "no-network"\n[verifier]\nnetwork_mode = "public"', [], ["*:*"]),
+        ('[environment]\nnetwork_mode = "public"\n[verifier]\nnetwork_mode = "no-network"', ["*:*"], []),
+        ("[environment]\nallow_internet = true", ["*:*"], ["*:*"]),
+        ("[environment]\nallow_internet = false", [], []),
+        ('[environment]\nallow_internet = true\nnetwork_mode = "no-network"', [], []),
     ],
 )
-def test_a_network_that_is_asked_for_in_words_is_needed(tmp_path, toml, where):
-    assert load(tmp_path, toml=toml).needs_network == where
+def test_network_policies_are_the_hosts_of_the_session_and_of_its_judge(tmp_path, toml, agents, judges):
+    task = load(tmp_path, toml=toml)
+    assert (task.allow, task.effective_judge.allow, task.needs_network) == (agents, judges, None)
+
+
+@pytest.mark.parametrize(
+    ("toml", "why"),
+    [
+        ('[agent]\nallowed_hosts = ["a.org"]', "'allowed_hosts' needs 'network_mode' = \"allowlist\""),
+        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["10.0.0.0/8"]', "no ranges of addresses"),
+    ],
+)
+def test_a_network_policy_that_cannot_be_had_is_refused(tmp_path, toml, why):
+    with pytest.raises(InputError, match=why):
+        load(tmp_path, toml=toml)
 
 
 DOWNLOADS = "apt-get update|curl -LsSf https://x > x|if uvx pytest; then|pip install pytest|python -m pip install x"
@@ -182,6 +200,8 @@ DOWNLOADS = "apt-get update|curl -LsSf https://x > x|if uvx pytest; then|pip ins
 def test_tests_that_download_need_a_network(tmp_path, line):
     task = load(tmp_path, test=f"#!/bin/bash\n# apt-get is not here\n{line}\n")
     assert task.needs_network == f"{tmp_path / 'task' / 'tests' / 'test.sh'}, line 3: {line}"
+    public = '[verifier]\nnetwork_mode = "public"'
+    assert load(tmp_path, test=f"#!/bin/bash\n\n{line}\n", toml=public).needs_network is None
 
 
 @pytest.mark.parametrize(
@@ -218,52 +238,3 @@ def test_files_that_rolltap_cannot_use_are_refused(tmp_path):
         (folder / name).touch()
         with pytest.raises(InputError, match=f"{name}: rolltap cannot use it"):
             load_tasks(folder)
-
-
-def read(folder, text):
-    (folder / "Dockerfile").write_text(text)
-    return read_dockerfile(folder / "Dockerfile")
-
-
-def test_a_dockerfile_that_only_copies_needs_no_build(tmp_path):
-    (tmp_path / "data").mkdir()
-    for name in ("a.txt", "b.txt", "with space"):
-        (tmp_path / name).touch()
-    says = read(
-        tmp_path,
-        "# syntax=docker/dockerfile:1\n"
-        "FROM python:3.13-slim\n\nWORKDIR /app\nWORKDIR sub\n"
-        'ENV A=1 B="two words"\nENV C three words\n'
-        "# a comment\nCOPY data .\nCOPY a.txt \\\n  # inside\n  b.txt /app/more/\nCOPY a.txt renamed\n"
-        'copy ["with space", "/elsewhere/"]\nLABEL x=1\nCMD ["bash"]\nEXPOSE 80\n',
-    )
-    assert says.unclear is None
-    assert (says.base, says.workdir) == ("python:3.13-slim", "/app/sub")
-    assert says.env == {"A": "1", "B": "two words", "C": "three words"}
-    assert {place: source.name for place, source in says.files.items()} == {
-        "/app/sub": "data",
-        "/app/more/a.txt": "a.txt",
-        "/app/more/b.txt": "b.txt",
-        "/app/sub/renamed": "a.txt",
-        "/elsewhere/with space": "with space",
-    }
-
-
-NEED_A_BUILD = "COPY --from=b /x /y|COPY *.txt /y|COPY missing /y|COPY ../x /y|FROM b|ENV P=$PATH|USER me|ADD x /y"
-
-
-@pytest.mark.parametrize("line", NEED_A_BUILD.split("|"))
-def test_the_first_line_that_needs_a_build_is_named(tmp_path, line):
-    assert read(tmp_path, f"FROM a\n{line}").unclear == f"line 2: {line}"
-    assert read(tmp_path, "FROM a\nCOPY <<EOF /y\nx\nEOF").unclear == "line 2: COPY <<EOF /y"
-    assert read(tmp_path, "FROM a\nRUN apt \\\n  && true").unclear == "line 2: RUN apt  && true"
-    for first in ("FROM a AS b", "ARG V=1"):
-        assert read(tmp_path, f"{first}\nFROM a:$V").unclear == f"line 1: {first}"
-
-
-def test_an_ignore_file_needs_a_build_and_no_base_is_no_image(tmp_path):
-    (tmp_path / ".dockerignore").touch()
-    assert read(tmp_path, "FROM a").unclear == "it has a .dockerignore"
-    assert read(tmp_path, "FROM scratch").base is None
-    assert all(map(is_plain_system, ["ubuntu:24.04", "python", "docker.io/library/debian@sha256:0", "alpine:3"]))
-    assert not any(map(is_plain_system, ["me/python:3", "postgres:16", "ghcr.io/x/ubuntu", "pythonx"]))

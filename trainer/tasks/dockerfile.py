@@ -1,0 +1,114 @@
+"""Dockerfiles whose effect is that of copying files: such an image needs no build."""
+
+import json
+import posixpath
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_NO_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER"}  # on files, folders and the environment of other commands
+_PLAIN_SYSTEMS = {"alpine", "busybox", "debian", "python", "ubuntu"}
+
+
+@dataclass(slots=True)
+class Dockerfile:
+    """Content of a Dockerfile.
+
+    Attributes:
+        base: Image of its FROM; None for `scratch`.
+        workdir: Absolute path of its last WORKDIR; None without one.
+        env: Its variables.
+        files: Absolute path in the image -> file or folder of the build's folder. A folder's content is copied.
+        unclear: First line that only a build can carry out, as `line N: TEXT`; None when the fields say it all.
+    """
+
+    base: str | None = None
+    workdir: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+    unclear: str | None = None
+
+
+def read_dockerfile(file: Path) -> Dockerfile:
+    """Return what a Dockerfile says. With `unclear` the other fields are those of its other lines."""
+    says = Dockerfile()
+    if (file.parent / ".dockerignore").exists():
+        says.unclear = "it has a .dockerignore"
+    for number, line in _lines(file.read_text(encoding="utf-8")):
+        if not _carry_out(line, says, file.parent):
+            says.unclear = says.unclear or f"line {number}: {line[:100]}"
+    return says
+
+
+def is_plain_system(image: str) -> bool:
+    """Return whether an image is an official one of an operating system or of Python, with nothing of a task."""
+    name = image.removeprefix("docker.io/").removeprefix("library/")
+    return re.split("[:@]", name)[0] in _PLAIN_SYSTEMS
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """Return the instructions with the number of their first line, without comments, continued lines joined."""
+    lines: list[tuple[int, str]] = []
+    open_line: tuple[int, str] | None = None
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        if line.startswith("#") or (not line and open_line is None):
+            continue
+        first, before = open_line or (number, "")
+        if line.endswith("\\"):
+            open_line = first, before + line[:-1] + " "
+        else:
+            open_line = None
+            lines.append((first, before + line))
+    return lines if open_line is None else [*lines, open_line]
+
+
+def _carry_out(line: str, says: Dockerfile, folder: Path) -> bool:
+    """Add an instruction to `says`. Return False when only a build can carry it out."""
+    instruction, _, rest = line.partition(" ")
+    instruction, rest = instruction.upper(), rest.strip()
+    if instruction in _NO_EFFECT:
+        return True
+    if "$" in rest or "<<" in rest:
+        return False
+    match instruction:
+        case "FROM":
+            first = says.base is None and says.workdir is None
+            says.base, says.workdir = (None if rest == "scratch" else rest), None
+            return first and len(rest.split()) == 1
+        case "WORKDIR":
+            says.workdir = posixpath.normpath(posixpath.join(says.workdir or "/", rest.strip("\"'")))
+        case "ENV":
+            return _set_env(rest, says)
+        case "COPY":
+            return _copy(rest, says, folder)
+        case _:
+            return False
+    return True
+
+
+def _set_env(rest: str, says: Dockerfile) -> bool:
+    words = shlex.split(rest)
+    if words and all("=" in word for word in words):
+        says.env.update((name, value) for name, _, value in (word.partition("=") for word in words))
+    elif len(words) >= 2:
+        says.env[words[0]] = rest.split(None, 1)[1]
+    else:
+        return False
+    return True
+
+
+def _copy(rest: str, says: Dockerfile, folder: Path) -> bool:
+    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    if len(words) < 2 or any(word.startswith("--") or set(word) & set("*?[") for word in words):
+        return False
+    *sources, target = words
+    place = posixpath.normpath(posixpath.join(says.workdir or "/", target))
+    for name in sources:
+        source = (folder / name.lstrip("/")).resolve()
+        if not source.exists() or not source.is_relative_to(folder.resolve()):
+            return False
+        into = source.is_file() and (target.endswith(("/", ".")) or len(sources) > 1)
+        says.files[posixpath.join(place, source.name) if into else place] = source
+    return True
