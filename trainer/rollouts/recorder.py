@@ -18,6 +18,7 @@ from rolltap.addons.prompts.tokenizer import require_findable, resolve_model
 from rolltap.addons.secret import hide_process
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.session_options import SessionOptions
+from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.boxes.environment import Proxy
 from rolltap.trainer.engine.status import served_by
@@ -28,7 +29,10 @@ from rolltap.trainer.rollouts.resume import started_event
 from rolltap.trainer.traces.reader import SessionRows
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
-"""Files that mitmproxy makes in its folder when it first starts."""
+"""Files that mitmproxy makes in its folder when it first starts, the first and the last of them."""
+_LOCK_FILE = "rolltap.lock"
+"""File in mitmproxy's folder. It is locked while a recorder makes the CA: of two that make one at
+once, the later one replaces that of the other, whose sessions then trust no reply."""
 
 
 class Recorder:
@@ -111,9 +115,15 @@ class Recorder:
             self._processes = []
             stack.callback(self._stop)
             addresses: list[str] = []
-            for number in range(self._number):
-                if number == 1 and not all((confdir / name).exists() for name in _CA_FILES):
+            with ExitStack() as alone:
+                if not _has_ca(confdir):
+                    confdir.mkdir(parents=True, exist_ok=True)
+                    lock = confdir / _LOCK_FILE
+                    alone.enter_context(locked(lock, os.O_RDWR | os.O_CREAT, wait=True))
+                self._start(1, keys[0])
+                if not _has_ca(confdir):
                     addresses.append(self._processes[0].address())  # it makes the CA
+            for number in range(1, self._number):
                 self._start(number + 1, keys[number])
             addresses += [process.address() for process in self._processes[len(addresses) :]]
             ca = confdir / "mitmproxy-ca-cert.pem"
@@ -253,3 +263,9 @@ class Recorder:
             process.terminate()
         for process in self._processes:
             process.stop()
+
+
+def _has_ca(confdir: Path) -> bool:
+    """Return True when mitmproxy has made its CA in its folder, and written all of it."""
+    files = [confdir / name for name in _CA_FILES]
+    return all(file.exists() and file.stat().st_size for file in files)

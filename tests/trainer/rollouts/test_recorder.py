@@ -5,7 +5,8 @@ import os
 import signal
 import ssl
 import threading
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -160,6 +161,18 @@ class TestPolicyVersion:
         asking.join()
 
 
+COUNT_CAS = """
+from mitmproxy import certs
+make = certs.create_ca
+def create_ca(**how):
+    with open({made!r}, "a") as made:
+        made.write("made\\n")
+    return make(**how)
+certs.create_ca = create_ca
+"""
+"""What Python runs first in each recorder: it writes a line when it makes a CA."""
+
+
 class TestSeveralProcesses:
     """Two processes that start on a folder without a CA."""
 
@@ -214,6 +227,21 @@ class TestSeveralProcesses:
             with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
                 again.end(Session(session_id=lost, status="completed"))
         assert again._processes[0].ended
+
+    def test_of_recorders_that_start_at_once_on_a_folder_without_a_ca_one_makes_it(
+        self, tmp_path, make, monkeypatch
+    ):
+        (tmp_path / "sitecustomize.py").write_text(COUNT_CAS.format(made=str(tmp_path / "made")))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        recorders = [make(rolltap_out=str(tmp_path / name), key_size="4096") for name in ("one", "two", "three")]
+        with ExitStack() as stack, ThreadPoolExecutor(len(recorders)) as pool:
+            starting = [pool.submit(recorder.__enter__) for recorder in recorders]
+            for recorder, start in zip(recorders, starting, strict=True):
+                start.result()
+                stack.push(recorder)
+            for recorder in recorders:
+                assert [ask(recorder, session).status_code for session in self.SESSIONS[:2]] == [200, 200]
+        assert (tmp_path / "made").read_text() == "made\n"
 
     def test_a_process_that_does_not_start_is_named_and_none_stays(self, make):
         recorder = make(listen_prt="1")
