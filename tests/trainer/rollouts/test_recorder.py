@@ -228,9 +228,7 @@ class TestSeveralProcesses:
                 again.end(Session(session_id=lost, status="completed"))
         assert again._processes[0].ended
 
-    def test_of_recorders_that_start_at_once_on_a_folder_without_a_ca_one_makes_it(
-        self, tmp_path, make, monkeypatch
-    ):
+    def test_of_recorders_that_start_at_once_on_a_folder_without_a_ca_one_makes_it(self, tmp_path, make, monkeypatch):
         (tmp_path / "sitecustomize.py").write_text(COUNT_CAS.format(made=str(tmp_path / "made")))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         recorders = [make(rolltap_out=str(tmp_path / name), key_size="4096") for name in ("one", "two", "three")]
