@@ -231,6 +231,9 @@ class RecorderOptions(BaseModel):
     ready: str = ""
     """File, or `/dev/fd/NUMBER`, to write the proxy's address to once it listens: one line of JSON
     with the keys `host`, `port` and `warnings`, a list of texts about the model and the engines."""
+    boxes: str = ""
+    """`/dev/fd/NUMBER` of a Unix socket (SOCK_SEQPACKET) through which rolltap hands over sockets
+    that listen in its boxes. The proxy accepts connections there too."""
 
     @classmethod
     def load(cls, loader: "Loader") -> None:

@@ -41,14 +41,15 @@ for _name in _hidden:
     del sys.modules[_name]
 
 recorder = Recorder()
+listen = Listen(recorder)
 sessions = Sessions(recorder.record)
 egress = Egress(recorder.record, sessions.session_of, recorder.options_of)
 addons = [
     Log(),
     recorder,
-    Listen(recorder),
+    listen,
     sessions,
-    Descriptors(recorder.record),
+    Descriptors(recorder.record, boxes=listen.boxes),
     Capture(recorder, egress.allows),
     egress,
 ]

@@ -7,7 +7,8 @@ import select
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,36 @@ def wait_until_dead(pid: int) -> bool:
     ended, _, _ = select.select([descriptor], [], [], 60)
     os.close(descriptor)
     return bool(ended)
+
+
+def accept_with(answer: Callable[[socket.socket], None]):
+    """Return a stand-in of a recorder for `BoxSpec.accept`. `answer` gets each connection in a thread of its own."""
+
+    def answer_and_close(client: socket.socket) -> None:
+        with client:
+            answer(client)
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:  # it was shut down
+                return
+            threading.Thread(target=answer_and_close, args=[client], daemon=True).start()
+
+    @contextmanager
+    def accept(listener: socket.socket) -> Iterator[None]:
+        with listener.dup() as own:
+            own.setblocking(True)
+            thread = threading.Thread(target=serve, args=[own])
+            thread.start()
+            try:
+                yield
+            finally:
+                own.shutdown(socket.SHUT_RDWR)
+                thread.join()
+
+    return accept
 
 
 def spec_in(folder: Path, **fields) -> BoxSpec:

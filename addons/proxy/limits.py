@@ -5,7 +5,7 @@ import asyncio
 import logging
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 from mitmproxy import connection, http
 
@@ -55,11 +55,13 @@ class Descriptors:
         self,
         record: Callable[[Event], None],
         close: Callable[[connection.Client], None] = close_client,
+        boxes: Sized = (),
     ) -> None:
         self._record = record
         self._close = close
+        self._boxes = boxes
         self._most = 1
-        """Number of connections of all sessions."""
+        """Number of connections of all sessions, without a box."""
         self._strangers: dict[connection.Client, asyncio.TimerHandle] = {}
         """Connections without credentials, oldest first -> what closes them in time."""
         self._clients: dict[connection.Client, str] = {}
@@ -149,8 +151,14 @@ class Descriptors:
     error = response
 
     @property
+    def _room(self) -> int:
+        """Number of connections of all sessions. A box takes as many descriptors as a connection:
+        its socket, its pipe, and what is accepted there before it is looked at."""
+        return max(1, self._most - len(self._boxes))
+
+    @property
     def _most_of_session(self) -> int:
-        return min(SESSION_CONNECTIONS, max(1, self._most // 4))
+        return min(SESSION_CONNECTIONS, max(1, self._room // 4))
 
     def _make_room(self, flow: http.HTTPFlow) -> bool:
         """Count a connection for its session, and close others. Return False if too few can be
@@ -168,7 +176,7 @@ class Descriptors:
             if idle is None:
                 return False
             self._drop(idle, _NO_ROOM)
-        while len(self._clients) > self._most:
+        while len(self._clients) > self._room:
             idle = next(iter(self._idle), None)
             if idle is None:
                 return False

@@ -1,9 +1,11 @@
 """Addon: the address that the proxy listens on. Without `rolltap_secret_file` it must be
-loopback."""
+loopback. And the sockets that listen in boxes, where a program reaches its own loopback alone."""
 
 import asyncio
 import json
 import logging
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from rolltap.addons.store.staging import write_atomically
 
 logger = logging.getLogger(__name__)
 
+_BACKLOG = 128
+"""Connections of a box that wait until the proxy accepts them."""
+
 
 class Listen:
     """Sets the default address to loopback, refuses other addresses without `rolltap_secret_file`,
@@ -25,6 +30,9 @@ class Listen:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._announcing: asyncio.Task[None] | None = None
+        self._control: socket.socket | None = None
+        self.boxes: set[asyncio.Task[None]] = set()
+        """One for each box in which the proxy accepts connections."""
 
     def load(self, _: object) -> None:
         """Set `listen_host` to loopback if it is empty."""
@@ -53,7 +61,12 @@ class Listen:
 
     def running(self) -> None:
         """Announce the address of the proxy."""
-        self._announcing = asyncio.get_running_loop().create_task(self._announce())
+        loop = asyncio.get_running_loop()
+        self._announcing = loop.create_task(self._announce())
+        if ctx.options.rolltap_boxes:
+            descriptor = int(Path(ctx.options.rolltap_boxes).name)
+            self._control = socket.socket(fileno=descriptor)
+            loop.add_reader(descriptor, self._receive, self._control)
 
     async def _announce(self) -> None:
         options = ctx.options
@@ -93,6 +106,36 @@ class Listen:
         except OSError as error:
             logger.error("rolltap_ready: %s: stopping", error)
             ctx.master.shutdown()
+
+    def _receive(self, control: socket.socket) -> None:
+        """Receive the socket of a box, and the end of a pipe that is closed when the box ends."""
+        loop = asyncio.get_running_loop()
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not message:  # rolltap has ended
+            loop.remove_reader(control)
+            control.close()
+        elif len(descriptors) == 2:
+            box = loop.create_task(_accept(socket.socket(fileno=descriptors[0]), descriptors[1]))
+            self.boxes.add(box)
+            box.add_done_callback(self.boxes.discard)
+
+
+async def _accept(listener: socket.socket, pipe: int) -> None:
+    """Accept connections at a box's socket until the other end of the pipe is closed."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(pipe, ended.set)
+    proxy = next(iter(ctx.master.addons.get("proxyserver").servers))
+    try:
+        # the boxes take turns: asyncio accepts as many in a row as its backlog has
+        server = await asyncio.start_server(proxy.handle_stream, sock=listener, backlog=1)
+        listener.listen(_BACKLOG)
+        await ended.wait()
+        server.close()
+    finally:
+        loop.remove_reader(pipe)
+        os.close(pipe)
+        listener.close()
 
 
 def _are_loopback(addresses: Sequence[Sequence[Any]]) -> bool:

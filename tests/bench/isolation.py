@@ -10,7 +10,8 @@ their ratio to `process` stands below them. A runtime that this machine lacks is
     connection  a new connection and one round trip
     down, up    many bytes over one connection
 
-The peer (`tests/bench/peer.py`) stands in place of the recorder.
+The peer (`tests/bench/peer.py`) stands in place of the recorder: a process of its own, or in this process where a box
+has a network of its own.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.choose import make_runtime
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Runtime
 from tests.bench.frame import Rows, command
-from tests.boxes import make_spec, spec_in
+from tests.bench.peer import Handler
+from tests.boxes import accept_with, make_spec, spec_in
 
 PEER = Path(__file__).with_name("peer.py")
 PYTHON = "/usr/bin/python3"
@@ -68,7 +70,8 @@ def available() -> dict[str, Runtime]:
 def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
     """Return a new box; in a container with a root folder of this machine's programs."""
     number = len(list(folder.iterdir()))
-    fields = {"name": f"bench-{folder.name}-{name}-{number}", "workdir": "/workspace", "proxy": proxy}
+    accept = accept_with(lambda client: Handler(client, None, None))
+    fields = {"name": f"bench-{folder.name}-{name}-{number}", "workdir": "/workspace", "proxy": proxy, "accept": accept}
     box = folder / str(number)
     box.mkdir()
     made = make_spec(box, **fields) if name == "container" else spec_in(box, **fields)

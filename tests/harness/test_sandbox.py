@@ -1,5 +1,7 @@
 """The real programs in the sandbox: they start, use their tools, and reach the recorder and nothing else."""
 
+from functools import partial
+
 import pytest
 
 from rolltap.addons.store.tables import read_rows
@@ -37,6 +39,7 @@ async def test_a_harness_works_in_the_sandbox(name, lead, scripted_engine, token
             workdir="/workspace",
             home=home,
             proxy=address,
+            accept=partial(recorder.accept, "s1"),
             mounts=[Mount(source=source, target=target) for source, target in files.items()],
         )
         async with SandboxRuntime().box(spec) as box:

@@ -23,7 +23,6 @@ from typing import Self
 import psutil
 
 from rolltap.addons.concurrency import finished_in
-from rolltap.trainer.boxes.relay import PORT, Relay
 from rolltap.trainer.boxes.runtime import (
     BoxSpec,
     Ended,
@@ -33,6 +32,7 @@ from rolltap.trainer.boxes.runtime import (
 )
 from rolltap.trainer.boxes.supervised import Output, Supervised, readable, start, written_to
 from rolltap.trainer.boxes.watch import ProcessTable, exceeded, out_of_memory_kills, written_folders
+from rolltap.trainer.boxes.way_out import PORT, way_out
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.tasks.box_paths import HOME
 
@@ -143,7 +143,7 @@ class EngineBox:
         spec = replace(spec, limits=spec.limits.of_isolated())
         self.workdir = spec.workdir
         self.home = HOME
-        self.proxy = None if spec.proxy is None else f"127.0.0.1:{PORT}"
+        self.proxy = None if spec.accept is None else f"127.0.0.1:{PORT}"
         self._engine, self._spec, self._name = engine, spec, name
         self._layers = runtime.layers()
         self._folder = Path()
@@ -216,8 +216,8 @@ class EngineBox:
             raise OSError(f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and sleep?")
         for command in self._engine.close(self._pid):
             await _call_to_end(command)
-        if self._spec.proxy is not None:
-            await self._running.enter_async_context(Relay(self._pid, self._spec.proxy))
+        if self._spec.accept is not None:
+            await self._running.enter_async_context(way_out(self._pid, self._spec.accept))
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`. The image's own variables stay, and the folders of its PATH come first.

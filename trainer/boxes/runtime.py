@@ -9,11 +9,12 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +39,9 @@ class Mount:
     writable: bool = False
 
 
+Accept = Callable[[socket.socket], AbstractContextManager[None]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxSpec:
     """The parts of a box.
@@ -53,6 +57,8 @@ class BoxSpec:
         limits: Limits of all programs in the box together.
         proxy: The recorder as this machine reaches it, `HOST:PORT`: all that a program in the box can reach. None: the
             box has no network.
+        accept: Has the recorder accept connections at a socket that listens, as long as the block lasts. A box of this
+            machine with a network of its own needs it beside `proxy`. The socket may be closed in the block.
     """
 
     name: str
@@ -63,6 +69,7 @@ class BoxSpec:
     image: str | None = None
     limits: Limits = field(default_factory=Limits)
     proxy: str | None = None
+    accept: Accept | None = None
 
     def written(self) -> list[Path]:
         """Return the files and folders of this machine that programs in the box can write to."""

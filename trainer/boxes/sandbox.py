@@ -18,7 +18,6 @@ from typing import Self
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.inside.seccomp_filter import seccomp_filter
-from rolltap.trainer.boxes.relay import PORT, Relay
 from rolltap.trainer.boxes.runtime import (
     SYSTEM,
     BoxSpec,
@@ -34,6 +33,7 @@ from rolltap.trainer.boxes.runtime import (
 )
 from rolltap.trainer.boxes.supervised import Supervised, end, readable, start, written_to
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
+from rolltap.trainer.boxes.way_out import PORT, way_out
 from rolltap.trainer.concurrency import run_to_end
 from rolltap.trainer.tasks.box_paths import HOME
 
@@ -154,7 +154,7 @@ class SandboxBox:
         self._etc, self._bwrap = etc, bwrap
         self.workdir = spec.workdir
         self.home = HOME
-        self.proxy = None if spec.proxy is None else f"127.0.0.1:{PORT}"
+        self.proxy = None if spec.accept is None else f"127.0.0.1:{PORT}"
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`."""
@@ -187,7 +187,7 @@ class SandboxBox:
     async def _run(self, program: Supervised, pid: int, pipes: "_Pipes", timeout: float, log: Path) -> Ended:
         """Let the program begin in the box whose first process is `pid`, and wait for its end."""
         spec = self._spec
-        async with Relay(pid, spec.proxy) if spec.proxy else nullcontext():
+        async with way_out(pid, spec.accept) if spec.accept else nullcontext():
             pipes.begin()
             find = partial(ProcessTable.descendants, pid=program.process.pid)
             return await end(program, timeout, exceeded(spec.limits, find, [*spec.written(), log]))

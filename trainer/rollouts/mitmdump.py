@@ -63,9 +63,14 @@ class Mitmdump:
         self._ready = os.fdopen(ready)
         # not the environment, which every process of the user can read, and not a pipe, which it can open in /proc
         ours, theirs = socket.socketpair()
-        with ours, theirs, os.fdopen(told, "w"):
+        self._boxes, boxes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs, boxes, os.fdopen(told, "w"):
             ours.sendall(secret.encode())
-            channels = {"rolltap_ready": f"/dev/fd/{told}", "rolltap_secret_file": f"/dev/fd/{theirs.fileno()}"}
+            channels = {
+                "rolltap_ready": f"/dev/fd/{told}",
+                "rolltap_secret_file": f"/dev/fd/{theirs.fileno()}",
+                "rolltap_boxes": f"/dev/fd/{boxes.fileno()}",
+            }
             for option, values in {**options, **{option: [value] for option, value in channels.items()}}.items():
                 for value in values:
                     command += ["--set", f"{option}={value}"]
@@ -74,7 +79,7 @@ class Mitmdump:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 output=subprocess.PIPE,
                 grace=_STOP_SECONDS,
-                descriptors=[told, theirs.fileno()],
+                descriptors=[told, theirs.fileno(), boxes.fileno()],
             )
         self._process = self._program.process
         try:
@@ -84,6 +89,7 @@ class Mitmdump:
             self._program.close()
             self._process.communicate()
             self._ready.close()
+            self._boxes.close()
             raise
         self._copier = threading.Thread(target=self._copy_log, daemon=True)
         self._copier.start()
@@ -106,6 +112,18 @@ class Mitmdump:
             logger.warning("%s: %s", self._name, warning)
         return f"{announced['host']}:{announced['port']}"
 
+    @contextmanager
+    def accept(self, listener: socket.socket) -> Iterator[None]:
+        """Have the process accept connections at a socket that listens, until the block is left.
+
+        Raises `OSError` when the process has ended.
+        """
+        ended, alive = os.pipe()
+        with os.fdopen(alive, "wb"), os.fdopen(ended, "rb") as theirs:
+            socket.send_fds(self._boxes, [b"\0"], [listener.fileno(), theirs.fileno()])
+            theirs.close()
+            yield
+
     def check(self) -> None:
         """Raise `RecorderError` if the process has ended."""
         if self.ended:
@@ -123,6 +141,7 @@ class Mitmdump:
         self._process.wait()
         self._copier.join()
         self._ready.close()
+        self._boxes.close()
 
     def _copy_log(self) -> None:
         assert self._process.stdout is not None

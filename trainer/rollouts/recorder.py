@@ -4,8 +4,9 @@ import hashlib
 import math
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
@@ -159,8 +160,18 @@ class Recorder:
         """Return the process of a session, by its id alone. Raises `RecorderError` outside of the `with` block."""
         if not self._proxies:
             raise RecorderError("the recorder is not running: use it inside `with Recorder(...) as recorder:`")
+        return self._proxies[self._place(session_id)]
+
+    def accept(self, session_id: str, listener: socket.socket) -> AbstractContextManager[None]:
+        """Have the process of a session accept connections at a socket that listens in its box.
+
+        Entering raises `OSError` when the process has died.
+        """
+        return self._processes[self._place(session_id)].accept(listener)
+
+    def _place(self, session_id: str) -> int:
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
-        return self._proxies[int.from_bytes(digest) % len(self._proxies)]
+        return int.from_bytes(digest) % self._number
 
     def begin(
         self, session: Session, key: Mapping[str, str] | None = None, given: SessionOptions | None = None

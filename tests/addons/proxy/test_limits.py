@@ -137,6 +137,19 @@ async def test_of_too_many_connections_without_credentials_the_oldest_is_closed(
     assert closed == [first, second]
 
 
+async def test_a_box_takes_the_room_of_a_connection(events, closed):
+    boxes = []
+    addon = Descriptors(events.append, closed.append, boxes)
+    addon._most = 3
+    first, second = ask(addon, session="s1"), ask(addon, session="s2")
+    for flow in (first, second):
+        addon.response(flow)
+    assert closed == []
+    boxes += ["box 1", "box 2"]
+    assert status(ask(addon, second.client_conn, session="s2")) is None
+    assert closed == [first.client_conn]
+
+
 async def test_a_connection_costs_the_same_beside_few_and_many(descriptors):
     def cost(others):
         """Return the number of lines that one more connection and its request run."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,44 @@ def test_a_recorder_whose_supervisor_is_killed_is_an_error(tmp_path, tokenizer_f
     process.stop()
     with pytest.raises(RecorderError, match="the recorder died with status -9"):
         process.check()
+
+
+@pytest.fixture
+def process(tmp_path, tokenizer_folder):
+    """Return a recorder that accepts calls."""
+    options = {name: [str(tmp_path / "run")] for name in ("rolltap_out", "confdir")}
+    options |= {"rolltap_engine": ["http://127.0.0.1:9"], "rolltap_model": [str(tokenizer_folder)]}
+    process = Mitmdump("the recorder", options, secret="s" * 32, log=tmp_path / "log")
+    process.address()
+    yield process
+    process.stop()
+
+
+def ask(port):
+    """Return the first line of the recorder's answer to a request without credentials."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET http://a.example/ HTTP/1.1\r\nHost: a.example\r\n\r\n")
+        return client.makefile("rb").readline()
+
+
+def test_a_recorder_accepts_at_the_socket_of_a_box_until_the_box_ends(process):
+    first, second = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1] for listener in (first, second)]
+    with process.accept(second):
+        with process.accept(first):
+            first.close()
+            second.close()
+            assert [ask(port).split()[1] for port in (*ports, *ports)] == [b"407"] * 4
+        with pytest.raises(ConnectionRefusedError):
+            while True:  # until the recorder has closed the socket
+                socket.create_connection(("127.0.0.1", ports[0])).close()
+        assert ask(ports[1]).split()[1] == b"407"
+
+
+def test_a_recorder_that_has_ended_accepts_nothing(process):
+    process.stop()
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError), process.accept(listener):
+        pass
 
 
 def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path, monkeypatch):

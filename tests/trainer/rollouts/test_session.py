@@ -178,6 +178,15 @@ async def test_a_program_that_failed_in_a_box_before_its_first_call_is_told_what
     assert row.error.endswith("show other folders with --tools DIR (tools in a recipe)")
 
 
+@sandboxed
+async def test_a_program_in_a_box_is_recorded_through_the_boxs_own_loopback(play, recorder):
+    row = await play(f"echo $HTTPS_PROXY > proxy; {ONE_CALL}", runtime=SandboxRuntime())
+    assert (row.status, row.reward) == ("completed", 1.0)
+    assert len([*read_rows(recorder.path, "calls", [row.session_id])]) == 1
+    diff = (recorder.path / "logs" / f"{row.session_id}.diff").read_text()
+    assert "@127.0.0.1:3128" in diff
+
+
 async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, judges):
     judges(Judged(unjudged="no key"))
     stage = stage_of(recorder, tmp_path, ONE_CALL, concurrency=1, give_up_after=2)

@@ -1,8 +1,9 @@
 """Makes a socket that listens on loopback in the network namespace of another process.
 
-A script of its own, with the standard library only: `python -I -S listener.py CONTROL PID PORT`. `relay.py` starts it
-and gets the socket through CONTROL, a Unix socket, or a text that says why there is none. A thread of rolltap could not
-do this: only a process with one thread may join a user namespace.
+A script of its own, with the standard library only: `python -I -S listener.py CONTROL PID PORT`.
+`way_out.py` starts it, and gets the socket through CONTROL, a Unix socket, or a text that says why
+there is none. A thread of rolltap could not do this: only a process with one thread may join a user
+namespace.
 """
 
 import contextlib
