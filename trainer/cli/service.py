@@ -43,7 +43,8 @@ from rolltap.types import Budget, RolloutConfig
     "--allow-host",
     multiple=True,
     metavar="HOST[:PORT]",
-    help="Host that a client's own task may name: of an LLM judge, or the registry of an image (docker.io is one).",
+    help="Host that a client's own task may name: of an LLM judge, in 'allow' of the task or of its judge, or as the "
+    "registry of an image (docker.io is one).",
 )
 @rollout_options
 def service_command(

@@ -1,4 +1,5 @@
-"""The checkout that one judge works in: a workspace, a box without network, and a folder for what it writes."""
+"""The checkout that one judge works in: a workspace, a box, and a folder for what it writes. The box has no network,
+unless the judge names hosts that it may reach."""
 
 import asyncio
 import errno
@@ -9,10 +10,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes import inside
-from rolltap.trainer.boxes.environment import clean_environment
+from rolltap.trainer.boxes.environment import CERTIFICATES, Proxy, clean_environment
 from rolltap.trainer.boxes.runtime import (
     SYSTEM,
     Box,
@@ -37,6 +39,19 @@ LAUNCH, REPORT = (Path(inside.__path__[0], name) for name in ("launch.py", "repo
 _TOOLS, _PIPE = "/rolltap/tools", "/rolltap/verdict"
 
 
+class JudgeNetwork(Protocol):
+    """A recorder, as the programs of judges reach hosts through it: as a session of their own."""
+
+    def open_judge(self, session_id: str, allow: Sequence[str]) -> Proxy:
+        """Let a session reach hosts, and nothing else. Each id is used once.
+
+        Raises `RecorderError`, and `OSError` when the run folder cannot be written.
+        """
+
+    def close_judge(self, session_id: str) -> None:
+        """End it: its credentials reach nothing any more. Raises as `open_judge`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeJob:
     """All that judging a session needs.
@@ -48,6 +63,7 @@ class JudgeJob:
         changes: The agent's changes against the start: `judge` finds them.
         engine_urls: The policy's engines.
         ahead: The workspace of the first checkout for the result.
+        network: The recorder, for a judge with `allow`; None where no rollout runs.
     """
 
     task: Task
@@ -59,6 +75,7 @@ class JudgeJob:
     changes: Changes = field(default_factory=Changes)
     engine_urls: Sequence[str] = ()
     ahead: "Ahead | None" = None
+    network: JudgeNetwork | None = None
 
     @property
     def log(self) -> Path:
@@ -77,6 +94,7 @@ class Checkout:
         tools: Folder in the box with the programs of `boxes/inside` as `rolltap_NAME.py`, for the judge to read.
         guarded: Path in the workspace -> stamp: the judge's own files, which no program may change.
         channel: For the verdict. `pipe` is its path in the box, at which our launchers open it.
+        recorded: Variables with which programs reach the hosts of the judge.
     """
 
     job: JudgeJob
@@ -88,6 +106,7 @@ class Checkout:
     channel: Channel
     pipe: str
     guarded: Mapping[str, Stamp | None] = field(default_factory=dict)
+    recorded: Mapping[str, str] = field(default_factory=dict)
 
     def verdict(self, ended: str, limit: int = MAX_BYTES) -> bytes:
         """Return what was written to the channel. Raises `UnjudgedError`, which begins with `ended`, for no verdict."""
@@ -106,7 +125,7 @@ class Checkout:
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
         """Return the exit status of the judge's program. Raises `UnjudgedError`, and `OSError` without a box."""
         clean = clean_environment(Path(self.box.home), isolated=self.job.runtime.isolated)
-        whole = {**clean, **self.job.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
+        whole = {**clean, **self.job.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env, **self.recorded}
         try:
             ended = await self.box.run(command, env=whole, timeout=timeout, log=self.job.log)
         except OSError as error:
@@ -190,14 +209,15 @@ async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout
 
 @asynccontextmanager
 async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
-    """Yield the job of what is left when the judge's `run` has ended, in a box without the judge's files.
+    """Yield the job of what is left when the judge's `run` has ended, in a box without the judge's files and hosts.
 
     Raises as `open_checkout`.
     """
     if isinstance(spec, PytestJudge) or not spec.run:
         yield job
         return
-    alone = spec.model_copy(update={"tests": None, "mounts": {}, "writable": [], "reward_files": []})
+    without: dict[str, object] = {"tests": None, "mounts": {}, "writable": [], "reward_files": [], "allow": []}
+    alone = spec.model_copy(update=without)
     async with open_checkout(replace(job, name=f"{job.name}.run"), alone) as checkout:
         await checkout.run(spec.run, {} if isinstance(spec, PythonJudge) else spec.env, spec.timeout)
         await checkout.box.settle()
@@ -258,7 +278,17 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: se
         image=job.task.image,
         limits=job.task.limits,
     )
-    async with Channel(pipe) as channel, job.runtime.box(box_spec) as box:
+    # a judge has no credentials of the session, and the next judge none of its own
+    session_id = f"{job.name}/{folder.name}"
+    async with (
+        Channel(pipe) as channel,
+        _way_to_hosts(job, spec, session_id, box_spec) as (with_hosts, proxy),
+        job.runtime.box(with_hosts) as box,
+    ):
+        recorded: Mapping[str, str] = {}
+        if proxy is not None:
+            certificates = CERTIFICATES if isolated else None
+            recorded = proxy.environment(session_id, address=box.proxy, certificates=certificates)
         yield Checkout(
             job=job,
             box=box,
@@ -269,7 +299,34 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: se
             channel=channel,
             pipe=pipe_inside,
             guarded={path: stamp(workspace, path) for path in own},
+            recorded=recorded,
         )
+
+
+@asynccontextmanager
+async def _way_to_hosts(
+    job: JudgeJob, spec: OneJudge, session_id: str, box: BoxSpec
+) -> AsyncIterator[tuple[BoxSpec, Proxy | None]]:
+    """Yield the box of a judge with the way to the hosts of its `allow`, and the recorder; without hosts, None.
+
+    Raises `InputError` for a judge with hosts where no recorder runs, `OSError`, and `RecorderError`: a verdict without
+    the hosts would not be the judge's.
+    """
+    allow = [] if isinstance(spec, PythonJudge) else spec.allow
+    if not allow or (job.network is None and not job.runtime.isolated):
+        yield box, None
+        return
+    if job.network is None:
+        raise InputError(
+            f"task {job.task.id!r}: its judge may reach {allow[0]} ('allow'), and only the recorder of a rollout "
+            "leads there: let a rollout judge it, or use a judge without hosts"
+        )
+    proxy = await asyncio.to_thread(job.network.open_judge, session_id, allow)
+    try:
+        certificates = proxy.mounts() if job.runtime.isolated else []
+        yield replace(box, mounts=[*box.mounts, *certificates], proxy=proxy.address), proxy
+    finally:
+        await run_to_end(job.network.close_judge, session_id)
 
 
 def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:

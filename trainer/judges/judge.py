@@ -187,7 +187,7 @@ def _by_report(spec: Judge) -> PytestJudge | None:
         return None
     if not spec.by_status or spec.own_paths or spec.run:
         return None
-    return PytestJudge(**spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"}))
+    return PytestJudge(**spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "allow", "command"}))
 
 
 def prepare_ahead(job: JudgeJob) -> Ahead | None:

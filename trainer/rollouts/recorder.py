@@ -187,6 +187,17 @@ class Recorder:
             given.write(self.path, session.session_id)
         self._writer.add_event(started_event(session, key))
 
+    def open_judge(self, session_id: str, allow: Sequence[str]) -> Proxy:
+        """See `JudgeNetwork`: the session takes no model calls and has no row, and its refusals are events."""
+        proxy = self.proxy(session_id)
+        SessionOptions(allow=tuple(allow), model_calls=False).write(self.path, session_id)
+        return proxy
+
+    def close_judge(self, session_id: str) -> None:
+        """See `JudgeNetwork`."""
+        self.stop_calls(session_id)
+        SessionOptions.remove(self.path, session_id)
+
     def end_calls(self, session_id: str) -> str | None:
         """End the calls of a session, before its result is judged. Return why the session has no reward, or None.
 

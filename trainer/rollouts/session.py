@@ -241,7 +241,8 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             session.started_at = utc_now()
             session.policy_version = session.policy_version or recorder.published_version()
             session.status, session.error = "cancelled", "the rollout was stopped while it ran"
-            given = SessionOptions(sampling=dict(group.sampling), rerun=group.fork)
+            hosts = None if task.allow is None else tuple(task.allow)
+            given = SessionOptions(sampling=dict(group.sampling), rerun=group.fork, allow=hosts)
             await run_to_end(recorder.begin, session, group.key, given)
             ahead = prepare_ahead(job)
             command = stage.harness.command_for(task.instruction)
@@ -318,6 +319,7 @@ async def _prepared(
         name=session.session_id,
         logs=recorder.path / "logs",
         engine_urls=recorder.engine.split(","),
+        network=recorder,
     )
     await require_judge(stage, job)
     proxy = recorder.proxy(session.session_id)
@@ -330,7 +332,6 @@ async def _prepared(
         image=task.image,
         limits=task.limits,
         proxy=proxy.address,
-        accept=partial(recorder.accept, session.session_id),
     )
     loop = asyncio.get_running_loop()
     limit = asyncio.timeout(None)
@@ -367,13 +368,14 @@ async def _judge(session: Session, job: JudgeJob) -> Judged:
     """Return the judgement, and set its parts and evidence in `session`.
 
     A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made.
-    `OSError` and `InputError` are raised: a fault of this machine or of the task is none of the agent's.
+    `OSError`, `InputError` and `RecorderError` are raised: a fault of this machine, of the task or of the recorder is
+    none of the agent's.
     """
     assert job.result is not None
     try:
         await in_folder_thread(open_to_owner, job.result.home)  # the agent may have closed it to this user
         judged = await judge(job)
-    except (OSError, InputError):
+    except (OSError, InputError, RecorderError):
         raise
     except Exception as error:
         logger.warning("the judge of session %s failed", session.session_id, exc_info=True)

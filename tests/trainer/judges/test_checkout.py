@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.judges import checkout
@@ -53,6 +54,13 @@ async def test_it_is_prepared_before_the_agent_has_ended_and_is_the_one_that_jud
     judged = await judge(replace(job, ahead=ahead))
     assert judged.reward == 1.0, judged
     assert (len(made), made[0], folder.exists()) == (checkouts, folder, False)
+
+
+async def test_a_judge_in_a_box_with_hosts_needs_a_recorder(tmp_path):
+    left = Left(tmp_path, {}, SandboxRuntime())
+    with pytest.raises(InputError, match=r"its judge may reach pypi\.org .* only the recorder of a rollout"):
+        await left.judge(shell("true", allow=["pypi.org"]))
+    assert (await left.judge(shell("true", allow=[]))).reward == 1.0
 
 
 async def test_what_the_agent_did_to_the_judges_own_files_is_refused_there_too(tmp_path):
