@@ -5,10 +5,12 @@ import asyncio
 import errno
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +49,9 @@ class JudgeNetwork(Protocol):
 
         Raises `RecorderError`, and `OSError` when the run folder cannot be written.
         """
+
+    def accept(self, session_id: str, listener: socket.socket) -> AbstractContextManager[None]:
+        """See `BoxSpec.accept`."""
 
     def close_judge(self, session_id: str) -> None:
         """End it: its credentials reach nothing any more. Raises as `open_judge`."""
@@ -324,7 +329,8 @@ async def _way_to_hosts(
     proxy = await asyncio.to_thread(job.network.open_judge, session_id, allow)
     try:
         certificates = proxy.mounts() if job.runtime.isolated else []
-        yield replace(box, mounts=[*box.mounts, *certificates], proxy=proxy.address), proxy
+        accept = partial(job.network.accept, session_id)
+        yield replace(box, mounts=[*box.mounts, *certificates], proxy=proxy.address, accept=accept), proxy
     finally:
         await run_to_end(job.network.close_judge, session_id)
 

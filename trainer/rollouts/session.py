@@ -332,6 +332,7 @@ async def _prepared(
         image=task.image,
         limits=task.limits,
         proxy=proxy.address,
+        accept=partial(recorder.accept, session.session_id),
     )
     loop = asyncio.get_running_loop()
     limit = asyncio.timeout(None)
