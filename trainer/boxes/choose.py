@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.apptainer import ApptainerRuntime
@@ -10,6 +11,7 @@ from rolltap.trainer.boxes.container import ContainerRuntime
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
+from rolltap.trainer.boxes.ssh import Machine, SshImageRuntime, SshRuntime
 
 
 def make_runtime(
@@ -19,6 +21,10 @@ def make_runtime(
     container_engine: str | None = None,
     container_arguments: Sequence[str] = (),
     build: bool = False,
+    ssh: str | None = None,
+    ssh_kind: str | None = None,
+    ssh_python: str | None = None,
+    ssh_arguments: Sequence[str] = (),
 ) -> Runtime:
     """Return a runtime. `Runtime.check` says whether it works here. `RolloutConfig` has checked the names.
 
@@ -26,17 +32,38 @@ def make_runtime(
     or `docker`; by default the first that is installed. `container_arguments` stand between the engine's name and its
     commands. `build` lets the runtime `container` build images of tasks. Raises `InputError` for a setting that is
     wrong, or that the runtime does not have.
+
+    With the runtime `ssh`, `tools` and container engine are those of the machine `ssh`, `ssh_kind` is the runtime there
+    (by default `sandbox`), `ssh_python` a Python there with psutil and pydantic, and `ssh_arguments` stand before the
+    machine in the command line of ssh(1).
     """
+    if name == "ssh":
+        if ssh is None or not ssh.strip() or ssh.startswith("-"):
+            raise InputError(
+                'runtime = "ssh" needs a machine: --ssh USER@HOST (ssh in a recipe), or a Host of ~/.ssh/config'
+            )
+        kind = ssh_kind or "sandbox"
+        settings: dict[str, Any] = {
+            "tools": [str(tool) for tool in tools],
+            "container_engine": container_engine,
+            "container_arguments": list(container_arguments),
+        }
+        _refuse("ssh", build=build)
+        if kind != "container":
+            _refuse(f"ssh with {kind}", **{**settings, "tools": None})
+        machine = Machine(ssh, ssh_python or "python3", tuple(ssh_arguments))
+        if kind == "sandbox":
+            return SshRuntime(machine, {"name": kind, **settings})
+        return SshImageRuntime(machine, {"name": kind, **settings})
+    _refuse(name, ssh=ssh, ssh_kind=ssh_kind, ssh_python=ssh_python, ssh_arguments=[*ssh_arguments])
     if name == "process" and tools:
         raise InputError(
             f'tools = {[str(tool) for tool in tools]} has no meaning with runtime = "process", which sees all folders: '
             "remove it"
         )
     if name != "container":
-        settings = {"container_engine": container_engine, "container_arguments": list(container_arguments)}
-        for key, value in {**settings, "build": build}.items():
-            if value:
-                raise InputError(f'{key} = {value!r} has no meaning with runtime = "{name}": remove it')
+        arguments = list(container_arguments)
+        _refuse(name, container_engine=container_engine, container_arguments=arguments, build=build)
     folders = [_folder(tool) for tool in tools]
     if name == "process":
         return ProcessRuntime()
@@ -47,6 +74,13 @@ def make_runtime(
     if container_engine is None:
         container_engine = next(filter(shutil.which, ("podman", "docker")), "podman")
     return ContainerRuntime(container_engine, container_arguments, tools=folders, build=build)
+
+
+def _refuse(name: str, **settings: Any) -> None:
+    """Raise `InputError` for a setting that a runtime does not have."""
+    for key, value in settings.items():
+        if value:
+            raise InputError(f'{key} = {value!r} has no meaning with runtime = "{name}": remove it')
 
 
 def _folder(tool: str | Path) -> Path:

@@ -1,5 +1,8 @@
 """The interface of a runtime: boxes in which the programs of a session run.
 
+A box of a local kind shows folders of this machine in place. One of a remote kind gets copies of them, and brings the
+workspace back after each program: what is said of `Box.run` is all that its users rely on.
+
 Below it is what several runtimes need: what of this machine their boxes hide, temporary folders that can be removed
 whatever a session left in them, and the files that a program needs in order to run where the rest is hidden.
 """
@@ -21,7 +24,6 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.trainer.tasks.task import Limits, Task
 
 logger = logging.getLogger(__name__)
@@ -48,11 +50,13 @@ class BoxSpec:
 
     Attributes:
         name: Unique among the boxes that exist: letters, digits, dot, dash and underscore.
-        workspace: Folder of this machine, writable in the box as `workdir`.
+        workspace: Folder of this machine, writable in the box as `workdir`. Remote boxes bring back what changes in it.
         workdir: Absolute path of the workspace in the box. The runtime `process` has none of its own: there it is
             `workspace`.
         home: Folder of this machine, writable in the box: HOME.
-        mounts: Further files and folders. The runtime `process` sees all files of the user anyway.
+        mounts: Further files, folders and named pipes. The runtime `process` sees all files of the user anyway. A
+            remote box has copies, whose changes stay there; a file of the workspace is the one of the box's workspace,
+            and what is written to a pipe is written to the pipe here when the program has ended.
         image: Container image or root folder; None: this machine's system folders.
         limits: Limits of all programs in the box together.
         proxy: The recorder as this machine reaches it, `HOST:PORT`: all that a program in the box can reach. None: the
@@ -70,6 +74,12 @@ class BoxSpec:
     limits: Limits = field(default_factory=Limits)
     proxy: str | None = None
     accept: Accept | None = None
+
+    def in_workspace(self, mount: Mount) -> str | None:
+        """Return the path of a mount's source below the workspace; None for a source that is elsewhere."""
+        if not mount.source.is_relative_to(self.workspace):
+            return None
+        return str(mount.source.relative_to(self.workspace))
 
     def written(self) -> list[Path]:
         """Return the files and folders of this machine that programs in the box can write to."""
@@ -103,7 +113,15 @@ class Box(Protocol):
         """Run a program in the workspace, with an empty stdin and its output in the file `log`.
 
         `env` is its whole environment. The program is stopped after `timeout` seconds and when the caller is
-        cancelled. Raises `OSError` when it cannot be started; `FileNotFoundError` names a program that is not there.
+        cancelled.
+
+        When this returns, the folder `workspace` of the box is as the program left it, also when the program was
+        stopped. A remote box kills what the program left running before it brings the changes back. Files without a
+        change are not touched. When more comes back than the box may have on its disk, the program counts as stopped by
+        this limit.
+
+        Raises `OSError` when the program cannot be started, or when the box is lost; `FileNotFoundError` names a
+        program that is not there.
         """
 
     async def settle(self) -> None:
@@ -114,7 +132,7 @@ class Runtime(Protocol):
     """Makes boxes. Everything in a box dies when its block is left, and when this process dies, by kill -9 too."""
 
     name: str
-    """`process`, `sandbox`, `container` or `apptainer`."""
+    """`process`, `sandbox`, `container`, `apptainer` or `ssh`."""
     warning: str | None
     """Dangers that the runtime does not protect from; None when there is nothing to say."""
     isolated: bool
@@ -122,6 +140,9 @@ class Runtime(Protocol):
 
     def check(self) -> None:
         """Raise `InputError` when boxes cannot be made here: it names what is missing, and how to install it."""
+
+    def show(self, program: str, files: Iterable[Path] = ()) -> None:
+        """Show what a program of the operator's needs, and `files` under their paths, in boxes made from now on."""
 
     def box(self, spec: BoxSpec) -> AbstractAsyncContextManager[Box]:
         """Return a box. Entering raises `OSError` or `InputError` when it cannot be made."""
@@ -158,7 +179,7 @@ class HidingRuntime:
         self._hidden = sorted({*self._hidden, *(os.path.join(path.resolve(), "") for path in paths)})
 
     def show(self, program: str, files: Iterable[Path] = ()) -> None:
-        """Show what a program of the operator's needs, where a box shows no folder that nobody named, and `files`."""
+        """See `Runtime.show`. A sandbox shows no folder that nobody named."""
         self.programs.add(program)
         self.tools += [file for file in files if file not in self.tools]
 
@@ -217,6 +238,9 @@ def private_paths(
     Runs are this one, those beside it, and those in `tools` up to two folders deep. Of a task they are all paths that
     it names, and what its `source` names. An image is none of them: its sessions see it.
     """
+    # a machine that only has boxes lacks what reads runs
+    from rolltap.addons.store.metadata import RUN_FILE
+
     places = [run.absolute().parent, *(folder for tool in tools for folder in (tool, *tool.glob("*/")))]
     runs = [file.parent for place in places for file in place.glob(f"*/{RUN_FILE}")]
     found = [run, *runs, *files, Path.home(), Path(tempfile.gettempdir())]

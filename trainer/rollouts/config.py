@@ -15,7 +15,10 @@ from rolltap.trainer.boxes.choose import make_runtime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.toml import describe
 
-RUNTIME_SETTINGS = ("tools", "container_engine", "container_arguments", "build")
+RUNTIME_SETTINGS = (
+    *("tools", "container_engine", "container_arguments", "build"),
+    *("ssh", "ssh_kind", "ssh_python", "ssh_arguments"),
+)
 """Settings of a runtime that is chosen by its name."""
 
 FREE_OPTIONS = frozenset({"rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"})
@@ -69,16 +72,25 @@ class RolloutConfig(BaseModel):
     """Number of the recorder's processes. Each uses one core; a session's id names its process."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a harness is stopped, unless its task has a time limit of its own."""
-    runtime: Literal["process", "sandbox", "container", "apptainer"] = "process"
-    """Where sessions run. `process` does not protect this machine from the harness."""
+    runtime: Literal["process", "sandbox", "container", "apptainer", "ssh"] = "process"
+    """Where sessions run. `process` does not protect this machine from the harness; `ssh` is another machine."""
     tools: tuple[Path, ...] = ()
-    """Folders of installed programs that a box shows, read-only, under the same path."""
+    """Folders of installed programs that a box shows, read-only, under the same path. With `ssh` they are folders of
+    that machine."""
     container_engine: Literal["podman", "docker"] | None = None
     """Program of the runtime `container`. By default the first that is installed."""
     container_arguments: tuple[str, ...] = ()
     """Arguments of the container engine before its command, as in `podman ARGUMENTS create`."""
     build: bool = False
     """Build the images of tasks that have only a Dockerfile. Its lines run with the rights of the container engine."""
+    ssh: str | None = Field(default=None, min_length=1)
+    """Machine of the runtime `ssh`, as in `ssh USER@HOST`: it is reached without a password."""
+    ssh_kind: Literal["sandbox", "container", "apptainer"] | None = None
+    """Runtime of the boxes on the machine `ssh`. By default `sandbox`."""
+    ssh_python: str | None = Field(default=None, min_length=1)
+    """Python 3.11 or newer on the machine `ssh`, with psutil and pydantic. By default `python3`."""
+    ssh_arguments: tuple[str, ...] = ()
+    """Arguments of ssh before the machine, as in `ssh ARGUMENTS USER@HOST`."""
     budget: Budget = Budget()
     """Budgets of each session."""
     retries: int = Field(default=2, ge=0)
@@ -115,6 +127,10 @@ class RolloutConfig(BaseModel):
             container_engine=self.container_engine,
             container_arguments=self.container_arguments,
             build=self.build,
+            ssh=self.ssh,
+            ssh_kind=self.ssh_kind,
+            ssh_python=self.ssh_python,
+            ssh_arguments=self.ssh_arguments,
         )
 
 
@@ -135,6 +151,10 @@ class RolloutArguments(TypedDict, total=False):
     container_engine: str | None
     container_arguments: Sequence[str]
     build: bool
+    ssh: str | None
+    ssh_kind: str | None
+    ssh_python: str | None
+    ssh_arguments: Sequence[str]
     budget: Budget | Mapping[str, int]
     retries: int
     give_up_after: int

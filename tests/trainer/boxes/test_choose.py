@@ -5,15 +5,26 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.choose import make_runtime
 from rolltap.trainer.boxes.container import find_engine
-from rolltap.trainer.boxes.runtime import HidingRuntime
+from rolltap.trainer.boxes.runtime import HidingRuntime, ImageRuntime
 from rolltap.trainer.rollouts.config import RolloutConfig
 
 
 @pytest.mark.parametrize("name", get_args(RolloutConfig.model_fields["runtime"].annotation))
 def test_each_runtime_is_made_by_its_name_and_tools_are_folders(name, tmp_path):
-    runtime = make_runtime(name, tools=[tmp_path, str(tmp_path)] if name in ("sandbox", "container") else ())
+    machine = {"ssh": "machine"} if name == "ssh" else {}
+    tools = [tmp_path, str(tmp_path)] if name in ("sandbox", "container") else ()
+    runtime = make_runtime(name, tools=tools, **machine)
     assert runtime.name == name
-    assert runtime.isolated is isinstance(runtime, HidingRuntime) is (name != "process")
+    assert runtime.isolated is (name != "process")
+    assert isinstance(runtime, HidingRuntime) is (name not in ("process", "ssh"))
+
+
+def test_boxes_behind_ssh_have_images_where_the_runtime_there_has_them():
+    has_images = {}
+    for kind in (None, "sandbox", "container", "apptainer"):
+        runtime = make_runtime("ssh", ssh="machine", ssh_kind=kind)
+        has_images[kind] = isinstance(runtime, ImageRuntime)
+    assert has_images == {None: False, "sandbox": False, "container": True, "apptainer": True}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +34,12 @@ def test_each_runtime_is_made_by_its_name_and_tools_are_folders(name, tmp_path):
         ("sandbox", {"container_engine": "podman"}, "container_engine = 'podman' has no meaning .*: remove it"),
         ("apptainer", {"container_arguments": ["-x"]}, "container_arguments = .* has no meaning .*: remove it"),
         ("process", {"build": True}, "build = True has no meaning .*: remove it"),
+        ("ssh", {}, 'runtime = "ssh" needs a machine: --ssh USER@HOST'),
+        ("ssh", {"ssh": "-oProxyCommand=x"}, "needs a machine"),
+        ("ssh", {"ssh": "machine", "build": True}, "build = True has no meaning .*: remove it"),
+        ("ssh", {"ssh": "machine", "container_engine": "docker"}, "no meaning .*ssh with sandbox"),
+        ("sandbox", {"ssh": "machine"}, "ssh = 'machine' has no meaning .*: remove it"),
+        ("container", {"ssh_kind": "sandbox"}, "ssh_kind = 'sandbox' has no meaning .*: remove it"),
         ("sandbox", {"tools": ["/no/such"]}, 'tools names "/no/such", which is no folder: write the folder'),
     ],
 )

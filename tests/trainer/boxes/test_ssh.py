@@ -1,0 +1,320 @@
+"""Boxes on a machine behind ssh. The promises that all boxes keep alike are in `test_box.py`."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.agent.__main__ import PREFIX
+from rolltap.trainer.boxes.runtime import Ended, Mount
+from rolltap.trainer.judges.channel import Channel
+from rolltap.trainer.tasks.task import Limits
+from tests.boxes import ENV, sandboxed, sh, spec_in, wait_until_dead
+from tests.machines import SshMachine
+
+pytestmark = sandboxed
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return SshMachine(tmp_path / "machine")
+
+
+def below(process):
+    """Return the processes of a machine that a client of ssh is connected to."""
+    return [child for child in process.children(recursive=True) if child.name() != "ssh"]
+
+
+def stamp(path):
+    status = path.stat()
+    return status.st_ino, status.st_ctime_ns
+
+
+def clients():
+    return [child for child in psutil.Process().children() if child.name() == "ssh"]
+
+
+async def started(box, script, folder):
+    """Start a script in a box, and return its task when its first output has come."""
+    os.mkfifo(folder / "output")
+    command = ["bash", "-c", f"echo runs; {script}"]
+    running = asyncio.create_task(box.run(command, env=ENV, timeout=600, log=folder / "output"))
+
+    def first_line():
+        with (folder / "output").open() as output:
+            return output.readline()
+
+    assert await asyncio.to_thread(first_line) == "runs\n"
+    return running
+
+
+async def test_what_a_program_changes_in_the_workspace_comes_back(machine, tmp_path):
+    spec = spec_in(tmp_path)
+    for name in ("kept", "changed", "gone", "folder/gone"):
+        (spec.workspace / name).parent.mkdir(exist_ok=True)
+        (spec.workspace / name).write_text(name)
+    kept = stamp(spec.workspace / "kept")
+    async with machine.runtime().box(spec) as box:
+        script = "cat kept; echo new > new; echo more >> changed; rm -r gone folder; ln -s kept link; exit 3"
+        assert await sh(box, script, tmp_path / "log") == (Ended(3), "kept")
+        assert (spec.workspace / "changed").read_text() == "changedmore\n"
+        assert (await sh(box, "rm new; touch ~/there", tmp_path / "log"))[0] == Ended(0)
+    assert sorted(os.listdir(spec.workspace)) == ["changed", "kept", "link"]
+    assert stamp(spec.workspace / "kept") == kept
+    assert not list(spec.home.iterdir())
+    assert machine.left() == []
+
+
+@pytest.mark.deep
+async def test_the_output_comes_while_the_program_runs(machine, tmp_path):
+    async with machine.runtime().box(spec_in(tmp_path)) as box:
+        running = await started(box, "sleep 3600", tmp_path)
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_only_the_folders_of_a_box_are_on_the_machine(machine, tmp_path):
+    spec = spec_in(tmp_path, mounts=[Mount(tmp_path / "ca", "/etc/rolltap/ca.pem")])
+    (tmp_path / "ca").write_text("certificate")
+    (tmp_path / "run.json").write_text("secret")
+    async with machine.runtime().box(spec) as box:
+        script = "cat /etc/rolltap/ca.pem; echo x >> /etc/rolltap/ca.pem"
+        _, output = await sh(box, script, tmp_path / "log")
+        assert output.startswith("certificate")
+        [agent] = machine.temporary.iterdir()
+        [workspace] = agent.glob("*/workspace")
+        sent = {path.name for path in workspace.parent.iterdir()}
+        assert sent == {"workspace", "home", "mounts", "log"}
+    assert (tmp_path / "ca").read_text() == "certificate"
+
+
+@pytest.mark.deep
+async def test_a_file_of_the_workspace_is_read_only_where_a_mount_says_so(machine, tmp_path):
+    spec = spec_in(tmp_path)
+    (spec.workspace / "test.py").write_text("assert False")
+    mount = Mount(spec.workspace / "test.py", f"{spec.workdir}/test.py")
+    async with machine.runtime().box(spec_in(tmp_path, mounts=[mount])) as box:
+        ended, output = await sh(box, "rm -f test.py; echo > test.py", tmp_path / "log")
+    assert ended.status == 1
+    assert "Read-only" in output
+    assert (spec.workspace / "test.py").read_text() == "assert False"
+
+
+async def test_a_verdict_comes_through_a_pipe_and_its_writers_are_counted(machine, tmp_path):
+    async with Channel(tmp_path / "pipe") as channel:
+        spec = spec_in(tmp_path, mounts=[Mount(tmp_path / "pipe", "/verdict")])
+        async with machine.runtime().box(spec) as box:
+            assert (await sh(box, "true", tmp_path / "log"))[0] == Ended(0)
+            channel.read()
+            assert (channel.opened, bytes(channel.content)) == (0, b"")
+            await sh(box, "echo 1 > /verdict", tmp_path / "log")
+            channel.read()
+            assert (channel.opened, bytes(channel.content)) == (1, b"1\n")
+            await sh(box, "echo 2 > /verdict; echo 3 > /verdict", tmp_path / "log")
+            channel.read()
+            assert (channel.opened, bytes(channel.content)) == (3, b"1\n2\n3\n")
+
+
+async def test_the_recorder_is_reached_through_the_connection(machine, tmp_path):
+    async def answer(reader, writer):
+        writer.write(b"answer to " + await reader.readline())
+        writer.close()
+
+    recorders = [await asyncio.start_server(answer, "127.0.0.1", 0) for _ in range(2)]
+    runtime = machine.runtime()
+    for recorder in recorders:
+        port = recorder.sockets[0].getsockname()[1]
+        async with recorder, runtime.box(spec_in(tmp_path, proxy=f"127.0.0.1:{port}")) as box:
+            way = box.proxy.replace(":", "/")
+            script = (
+                f"exec 3<>/dev/tcp/{way}; echo hello >&3; cat <&3; (exec 3<>/dev/tcp/127.0.0.1/{port}) || echo closed"
+            )
+            _, output = await sh(box, script, tmp_path / "log")
+            assert output.startswith("answer to hello\n")
+            assert output.endswith("closed\n")
+
+
+@pytest.mark.deep
+async def test_boxes_share_a_connection_and_run_at_the_same_time(machine, tmp_path):
+    runtime = machine.runtime()
+
+    async def run(number):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "workspace").mkdir()
+        (folder / "workspace" / "own").write_text("x" * 300_000 + str(number))
+        async with runtime.box(spec_in(folder, name=f"box-{number}")) as box:
+            _, output = await sh(box, "cat own; cp own copy", folder / "log")
+            assert output == (folder / "workspace" / "copy").read_text()
+            await both.wait()
+            assert len(clients()) == 1
+
+    both = asyncio.Barrier(2)
+    await asyncio.gather(run(1), run(2))
+    assert machine.left() == []
+
+
+@pytest.mark.deep
+async def test_a_program_that_fills_the_disk_is_stopped_by_its_limit(machine, tmp_path):
+    spec = spec_in(tmp_path, limits=Limits(disk_gib=0.01))
+    async with machine.runtime().box(spec) as box:
+        script = "for i in $(seq 20); do head -c 2000000 /dev/zero > $i; done; sleep 20"
+        ended, _ = await sh(box, script, tmp_path / "log")
+    assert ended == Ended(None, "disk")
+
+
+@pytest.mark.deep
+async def test_a_cancelled_program_ends_on_the_machine(machine, tmp_path):
+    runtime = machine.runtime()
+    async with runtime.box(spec_in(tmp_path)):  # keeps the connection
+        async with runtime.box(spec_in(tmp_path, name="other")) as box:
+            running = await started(box, "sleep 3601", tmp_path)
+            [program] = [p for p in below(psutil.Process()) if p.cmdline()[:2] == ["sleep", "3601"]]
+            running.cancel()
+            await asyncio.wait([running])
+            assert running.cancelled()
+        assert wait_until_dead(program.pid)
+        assert len(clients()) == 1
+
+
+async def test_a_box_of_a_lost_connection_fails_and_the_next_one_has_a_new_connection(machine, tmp_path):
+    runtime = machine.runtime()
+    async with runtime.box(spec_in(tmp_path)) as box:
+        running = await started(box, "sleep 3602", tmp_path)
+        there = below(psutil.Process())
+        next(process for process in there if process.name() == "sshd").kill()
+        with pytest.raises(OSError, match=r"the connection to the machine .*@machine was lost"):
+            await running
+        assert all(wait_until_dead(process.pid) for process in there)
+        assert machine.left() == []
+        async with runtime.box(spec_in(tmp_path, name="next")) as box:
+            assert (await sh(box, "true", tmp_path / "log"))[0] == Ended(0)
+
+
+async def test_all_that_a_killed_agent_left_is_removed_by_the_next_one(machine, tmp_path):
+    runtime = machine.runtime()
+    async with runtime.box(spec_in(tmp_path)) as box:
+        running = await started(box, "sleep 3604", tmp_path)
+        there = below(psutil.Process())
+        [agent] = [
+            p
+            for p in there
+            if p.name().startswith("python") and p.ppid() in {q.pid for q in there if q.name() == "sshd"}
+        ]
+        agent.kill()
+        with pytest.raises(OSError, match="was lost"):
+            await running
+    assert all(wait_until_dead(process.pid) for process in there)
+    [left] = machine.left()
+    assert left.startswith(PREFIX)
+    young = machine.temporary / f"{PREFIX}young"
+    young.mkdir()
+    os.utime(machine.temporary / left, (0, 0))
+    async with runtime.box(spec_in(tmp_path)):
+        assert left not in machine.left()
+        assert young.exists()
+
+
+SLOW = """
+import os, subprocess, sys, threading, time
+daemon = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def copy(source, target):
+    while chunk := os.read(source, 8192):
+        time.sleep(len(chunk) / 400_000)
+        os.write(target, chunk)
+    os.close(target)
+there = threading.Thread(target=copy, args=(0, daemon.stdin.fileno()))
+there.daemon = True
+there.start()
+copy(daemon.stdout.fileno(), 1)
+"""
+
+
+@pytest.mark.deep
+async def test_a_slow_line_brings_all_there_and_back(machine, tmp_path):
+    machine.through = [sys.executable, "-c", SLOW]
+    spec = spec_in(tmp_path)
+    content = os.urandom(200_000)
+    (spec.workspace / "file").write_bytes(content)
+    async with machine.runtime().box(spec) as box:
+        assert (await sh(box, "cp file copy", tmp_path / "log"))[0] == Ended(0)
+    assert (spec.workspace / "copy").read_bytes() == content
+
+
+KILLED = """
+import asyncio, os, psutil, signal, sys
+from pathlib import Path
+from tests.boxes import spec_in
+from tests.machines import SshMachine
+from tests.trainer.boxes.test_ssh import started
+folder = Path(sys.argv[1])
+async def main():
+    async with SshMachine(folder / "machine").runtime().box(spec_in(folder)) as box:
+        await started(box, "sleep 3605", folder)
+        print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+def test_everything_ends_on_the_machine_when_rolltap_is_killed(tmp_path):
+    root = Path(__file__).resolve().parents[3]
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert killed.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in killed.stdout.split()]
+    assert len(pids) > 4
+    assert all(wait_until_dead(pid) for pid in pids)
+    assert list((tmp_path / "machine" / "tmp").iterdir()) == []
+
+
+@pytest.mark.deep
+def test_words_of_the_login_shell_do_no_harm(machine):
+    machine.settings.append('ForceCommand echo Welcome; eval "$SSH_ORIGINAL_COMMAND"')
+    machine.runtime().check()
+
+
+@pytest.mark.deep
+def test_a_machine_that_is_not_reached_is_refused(machine):
+    machine.settings[1] = "AuthorizedKeysFile /nowhere"
+    with pytest.raises(InputError, match=r"the machine .*@machine is not reached by ssh: (?s:.*)Permission denied"):
+        machine.runtime().check()
+
+
+def test_a_python_without_the_packages_is_refused_with_the_remedy(machine, tmp_path):
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(InputError, match=r"(?s)cannot have boxes: .*psutil.* and name its Python with --ssh-python"):
+        machine.runtime(ssh_python=str(bare)).check()
+    with pytest.raises(InputError, match=r"cannot have boxes: .*no-python"):
+        machine.runtime(ssh_python="no-python").check()
+    assert machine.left() == []
+
+
+@pytest.mark.deep
+async def test_an_sshd_that_forwards_no_port_is_named(machine, tmp_path):
+    machine.settings.append("AllowTcpForwarding no")
+    with pytest.raises(OSError, match=r"forwards no port to the recorder (?s:.*)AllowTcpForwarding"):
+        async with machine.runtime().box(spec_in(tmp_path, proxy="127.0.0.1:9")):
+            pass
+
+
+@pytest.mark.deep
+def test_what_the_runtime_there_lacks_is_said_with_the_machine(machine, tmp_path):
+    with pytest.raises(InputError, match=r'on the machine .*@machine: tools names ".*/none"'):
+        machine.runtime(tools=[tmp_path / "none"]).check()
+
+
+@pytest.mark.deep
+async def test_a_program_that_is_not_there_is_named(machine, tmp_path):
+    async with machine.runtime().box(spec_in(tmp_path)) as box:
+        with pytest.raises(FileNotFoundError) as raised:
+            await box.run(["no-such-program"], env=ENV, timeout=60, log=tmp_path / "log")
+        assert raised.value.filename == "no-such-program"
+        assert (await sh(box, "true", tmp_path / "log"))[0] == Ended(0)

@@ -1,0 +1,1 @@
+"""The program that has boxes on a machine behind ssh."""
