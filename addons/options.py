@@ -90,11 +90,17 @@ class Sampling(TypedDict, total=False):
 
 class RecordedFrom(NamedTuple):
     """The recorded session whose calls answer the requests; those that began at `until` or later
-    are sampled."""
+    are sampled. `copy` is a run folder with its calls, where `run` itself is not at hand."""
 
     run: Path
     session: str
     until: datetime | None = None
+    copy: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The run folder that is read."""
+        return self.copy or self.run
 
 
 def engine_urls(text: str) -> tuple[str, ...]:

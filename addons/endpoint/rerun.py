@@ -65,7 +65,7 @@ def served_model(
     None for a fork, which asks its own engine. Raises `RunError` when the run does not say, and for
     a run of another tokenizer or chat template than `digests`.
     """
-    metadata = require_tokenizer(source.run, digests, "give the model of that run")
+    metadata = require_tokenizer(source.folder, digests, "give the model of that run")
     if source.until is not None:
         return None
     try:
@@ -87,7 +87,7 @@ class RerunSession(RecoveredSession):
         source: RecordedFrom,
         given: SessionOptions,
     ) -> None:
-        super().__init__(recovery, calls_of(source.run), source.session, given)
+        super().__init__(recovery, calls_of(source.folder), source.session, given)
         self.source = source
         self.live = False
         """True once a fork samples."""

@@ -342,6 +342,20 @@ async def test_a_fork_samples_from_its_call_on_and_continues_the_recorded_tokens
     assert json.loads(first["tools"]) == [TOOL]
 
 
+async def test_a_fork_that_reads_a_copy_names_the_run_that_recorded_its_session(
+    rendering, harness, recorded, scripted_engine, tmp_path
+):
+    first, second, _ = harness.calls()
+    source = RecordedFrom(tmp_path / "elsewhere", "s1", second["started_at"], copy=harness.run)
+    scripted_engine.replies += [Say("Six."), Say("Sorry.")]
+    async with recording(rendering, tmp_path / "fork", scripted_engine.url, rerun=source) as again:
+        replies = await work(again)
+        (call, _), (event,) = again.calls(), again.events("rerun")
+    assert replies[0]["id"] == recorded[0]["id"]
+    assert json.loads(event["detail"]) == {"run": str(source.run), "session": "s1"}
+    assert call["kind_reason"] == f"it continues call {first['call_id']} of session s1 of {source.run}"
+
+
 async def test_a_fork_at_the_first_call_answers_nothing_from_the_record(recorded, fork, scripted_engine):
     scripted_engine.replies += [Say("Other."), Say("Other."), Say("Other.")]
     async with fork(1) as again:
