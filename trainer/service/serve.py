@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rolltap.addons.engine.key import make_key
 from rolltap.addons.errors import EngineError, InputError, MissingPackageError, install_command
+from rolltap.addons.hosts import read_all_patterns
 from rolltap.trainer.concurrency import wait_for_end
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts.worker import Worker
@@ -53,6 +54,10 @@ async def serve(
         raise MissingPackageError(
             f"rolltap service needs packages ({error}): {install_command('record,service')}"
         ) from error
+    try:
+        read_all_patterns(tuple(allow_host))
+    except ValueError as error:
+        raise InputError(f"--allow-host: {error}") from error
     run = worker.recorder.path
     token_file = token_file or run / TOKEN_FILE
     loaded = load_tasks(tasks, repositories=worker.config.repositories)

@@ -12,6 +12,7 @@ from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.viewer.serve import listen
 
 GIVEN = "--out new --model Qwen/Qwen3-4B"
+SERVICE = "service new --tasks tasks.jsonl --harness own.toml --model Qwen/Qwen3-4B"
 ROLLOUT = f"rollout tasks.jsonl --harness own.toml {GIVEN}"
 RECIPE = 'model = "model"\ntasks = "tasks.jsonl"\nharness = "pi"\nsteps = 1\n'
 FILES = {
@@ -70,6 +71,7 @@ def said(tmp_path, monkeypatch):
         ("record --out new --model folder/mine -- true", "there is no folder folder/mine: give the folder"),
         ("record --out file/run --model model -- true", "/file' is a file."),
         ("train syntax.toml --out file", "/file' is a file."),
+        (f"{SERVICE} --allow-host a:https", "--allow-host: 'a:https' has the port 'https': give"),
         ("serve model --port 80000", "80000 is not in the range 1<=x<=65535"),
     ],
 )
