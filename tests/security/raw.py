@@ -46,8 +46,8 @@ def credentials(user="s1", password="x"):
 
 
 def plain(recorder):
-    """Return a connection to the proxy. What is read from it ends after 10 s without data."""
-    return socket.create_connection(address(recorder), timeout=10)
+    """Return a connection to the proxy. A read of it fails after a minute without data."""
+    return socket.create_connection(address(recorder), timeout=60)
 
 
 def read(connection):

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from rolltap.addons.endpoint import exchange, generation
-from tests.addons.harness import content, read_until, said, user
+from tests.addons.harness import content, read_until, said, until, user
 from tests.scripted_engine import Answer, Say
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
@@ -159,7 +159,8 @@ class TestStream:
         scripted_engine.replies.append(Say("one two three four five six", hold_after=3))
         async with harness.post({"messages": [user()], "stream": True}) as response:
             await response.content.readany()
-            await asyncio.to_thread(scripted_engine.holding.wait)
+            (running,) = harness.endpoint.sessions["s1"].generations
+            await until(lambda: len(running.call.completion_ids) == 3)
             response.close()
         assert await asyncio.to_thread(scripted_engine.disconnected.wait, 30)
         await asyncio.wait_for(committed.wait(), 30)

@@ -36,13 +36,15 @@ async def test_a_session_stays_with_one_engine_and_every_engine_has_sessions(eng
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Retry without a pause, and do not wait long for an engine that says nothing."""
-    for where, name, seconds in (
-        (module, "FIRST_PAUSE_SECONDS", 0.0),
-        (client, "SILENCE_SECONDS", 0.01),
-        (client, "HEALTH_SECONDS", 0.2),
-    ):
-        monkeypatch.setattr(where, name, seconds)
+    """Retry without a pause, and ask an engine that says nothing for its health at once."""
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def impatient(quick, monkeypatch):
+    """Do as `quick`, and do not wait long for the answer of an engine that is deaf."""
+    monkeypatch.setattr(client, "HEALTH_SECONDS", 0.5)
 
 
 async def statuses(harness, sessions=32):
@@ -73,7 +75,7 @@ async def test_only_the_sessions_of_an_engine_that_failed_move_until_all_failed(
     assert homes(engines) == before
 
 
-async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(one, two, quick, caplog, monkeypatch):
+async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(one, two, impatient, caplog, monkeypatch):
     monkeypatch.setattr(module, "DOWN_SECONDS", 0.0)
     caplog.set_level(logging.INFO)
     engines = EnginePool([one.url, two.url])
@@ -101,14 +103,14 @@ async def test_when_no_engine_is_left_the_call_fails(one, two, recorded):
 
 class TestFirstContact:
     async def test_engines_that_nobody_runs_or_that_accept_and_say_nothing_are_replaced(
-        self, one, two, recorded, quick
+        self, one, two, recorded, impatient
     ):
         one.deaf = True
         async with recorded(NOBODY, one.url, two.url) as harness:
             assert await statuses(harness) == {200}
         assert one.requests == []
 
-    async def test_the_only_engine_is_waited_for(self, one, recorded, quick, caplog):
+    async def test_the_only_engine_is_waited_for(self, one, recorded, impatient, caplog):
         one.deaf = True
         async with recorded(one.url, patience=60) as harness:
             asked = asyncio.create_task(statuses(harness))
@@ -145,7 +147,7 @@ async def test_a_call_whose_engine_dies_goes_on_at_another_one(one, two, recorde
     assert calls[0]["violation"] is None
 
 
-async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(one, two, recorded, quick):
+async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(one, two, recorded, impatient):
     async with recorded(one.url, two.url) as harness:
         first, second = in_order(harness, one, two)
         second.replies.append(Say(" three"))
@@ -223,7 +225,7 @@ class TestPaused:
         assert (status, said(reply)) == (200, "one two three")
         assert len(harness.events("continued")) == 1
 
-    async def test_when_the_engine_ends_meanwhile_another_one_goes_on(self, one, two, recorded, quick):
+    async def test_when_the_engine_ends_meanwhile_another_one_goes_on(self, one, two, recorded, impatient):
         async with recorded(one.url, two.url) as harness:
             paused, other = in_order(harness, one, two)
             paused.paused = True

@@ -101,12 +101,12 @@ async def test_a_module_that_the_agent_was_asked_for_is_the_agents(tmp_path):
     [
         ("import os; os._exit(0)\n", "ended with status 0 and wrote no report"),
         ("import os; os.abort()\n", "ended by signal 6"),
-        pytest.param("while True: pass\n", "took more than 6 s", marks=pytest.mark.deep),
+        pytest.param("while True: pass\n", "took more than 30 s", marks=pytest.mark.deep),
     ],
 )
 async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_broken_by_them(tmp_path, code, why):
     left = Left(tmp_path, START, did={"calc.py": code})
-    judged = await left.judge({**SPEC, "timeout": 6 if "took" in why else 60})
+    judged = await left.judge({**SPEC, "timeout": 30 if "took" in why else 60})
     assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.0)
     assert why in judged.evidence["broke_judge"]
 

@@ -90,9 +90,14 @@ def open_page(browser, serve):
 def page(open_page, served):
     """The page of the run of `viewed_run`, of which all sessions were read."""
     shown = open_page(served)
-    shown.wait_for_selector("text=left out: auxiliary")
-    shown.wait_for_selector("[role=status]", state="detached")
+    all_read(shown)
     return shown
+
+
+def all_read(page) -> None:
+    """Wait until the page of the run `viewed_run` shows that all its sessions were read."""
+    page.wait_for_selector("text=left out: auxiliary")
+    page.wait_for_selector("[role=status]", state="detached")
 
 
 @pytest.fixture(scope="module")

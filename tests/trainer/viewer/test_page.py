@@ -9,6 +9,7 @@ import pytest
 
 from rolltap.trainer.traces.reader import RecordedCalls, recorded_ids
 from rolltap.trainer.viewer.file import write_file
+from tests.trainer.viewer.conftest import all_read
 from tests.trainer.viewer.runs import ATTACK, OLD, STRANGE_ID, WHY, grow, many_sessions
 
 STORED = Path(__file__).parents[2] / "stored_run" / "run"
@@ -159,7 +160,7 @@ class TestFiveWalks:
 
     def test_to_the_step_whose_weights_sampled_a_token(self, page):
         walk(page, "text=sessions", "a:has-text('s-good')", "bdi:text-is('s-good-1')", ".tokens .trained >> nth=3")
-        assert f"{OLD} (made by optimizer step 1)" in page.inner_text(".details")
+        page.wait_for_selector(f".details:has-text('{OLD} (made by optimizer step 1)')")
 
     def test_to_the_tokens_that_were_left_out_by_reason(self, page):
         walk(page, "bdi:text-is('auxiliary')", "a:has-text('s-long')", "nav >> text=tokens", "bdi:text-is('s-long-4')")
@@ -174,6 +175,7 @@ def test_a_steps_numbers_lead_to_its_sessions_and_their_trained_tokens(page):
     page.select_option(".select select", "difference")
     page.wait_for_selector(".tokens .p3")
     page.locator(".tokens .n3").first.click()
+    page.wait_for_selector(".details:has-text('+1.4')")
     assert {"-0.2", "0.5", "+1.4", "step 3"} <= set(page.inner_text(".details").split("\n"))
     go(page, "#/sessions?left_out=no_signal")
     page.wait_for_selector("h1:has-text('1 of 7 sessions')")
@@ -277,7 +279,7 @@ def test_the_keyboard_is_enough(page):
     page.focus(".tokens")
     keys.press("ArrowRight")
     keys.press("ArrowRight")
-    assert "sampled 1" in page.inner_text(".details")
+    page.wait_for_selector(".details:has-text('sampled 1')")
     keys.press("?")
     page.wait_for_selector("[role=dialog]")
     keys.press("Escape")
@@ -289,7 +291,7 @@ def test_the_arrow_keys_move_in_the_tokens_without_a_click(page):
     page.wait_for_selector(".tokens .trained")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert "sampled 1" in page.inner_text(".details")
+    page.wait_for_selector(".details:has-text('sampled 1')")
 
 
 def test_bars_of_rewards_begin_and_end_with_the_range_of_a_judge_whatever_the_rewards_are(page):
@@ -382,6 +384,7 @@ def test_every_focus_is_seen(page):
 def test_a_growing_run_shows_what_is_new_and_keeps_the_place(viewed_run, tmp_path, tokenizer, serve, open_page):
     run = shutil.copytree(viewed_run, tmp_path / "run")
     page = open_page(serve(run))
+    all_read(page)  # a row gets the numbers of its calls when they have been read
     go(page, "#/sessions")
     page.wait_for_selector("h1:has-text('of 7 sessions')")
     for key in ("j", "j", "j"):
