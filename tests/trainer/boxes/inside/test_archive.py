@@ -6,7 +6,15 @@ import tarfile
 import pytest
 
 from rolltap.trainer.boxes.inside import archive
-from rolltap.trainer.boxes.inside.archive import delete, pack, pack_changes, stamps, unpack, write_pipe
+from rolltap.trainer.boxes.inside.archive import (
+    delete,
+    pack,
+    pack_changes,
+    stamps,
+    unpack,
+    write_pipe,
+)
+from rolltap.trainer.boxes.runtime import scratch_folder
 
 ROOM = 1 << 30
 
@@ -133,15 +141,16 @@ def test_too_many_bytes_or_files_are_no_archive(source, monkeypatch):
         stamps(source)
 
 
-def test_a_folder_that_is_nested_beyond_any_path_ends_somewhere(source):
-    here = os.open(source, os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("deeper", dir_fd=here)
-        below = os.open("deeper", os.O_RDONLY, dir_fd=here)
+def test_a_folder_that_is_nested_beyond_any_path_ends_somewhere():
+    with scratch_folder() as folder:  # pytest could not remove it
+        here = os.open(folder, os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("deeper", dir_fd=here)
+            below = os.open("deeper", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = below
         os.close(here)
-        here = below
-    os.close(here)
-    assert 100 < len(stamps(source)) < 1000
+        assert 100 < len(stamps(folder)) < 1000
 
 
 @pytest.mark.parametrize(
