@@ -29,7 +29,7 @@ import rolltap
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.rollouts import schedule, session
-from rolltap.trainer.rollouts.facts import Facts
+from rolltap.trainer.traces.facts import Facts
 from rolltap.trainer.tasks.task import Task
 from tests.bench import fleet
 from tests.bench.frame import Rows, command, model_option

@@ -10,7 +10,7 @@ from rolltap.addons.store.records import WEBSOCKET, Call, Event
 from rolltap.addons.store.rows import printable
 from rolltap.trainer.doctor.scripted_model import is_ending
 from rolltap.trainer.names import counted
-from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls, on_loopback
+from rolltap.trainer.traces.facts import DISTRUST, failed_tls, on_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

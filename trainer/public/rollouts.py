@@ -23,7 +23,7 @@ from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
-from rolltap.trainer.rollouts.facts import model_places, on_loopback
+from rolltap.trainer.traces.facts import model_places, on_loopback
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.provenance import set_provenance
 from rolltap.trainer.rollouts.session import end_recorded

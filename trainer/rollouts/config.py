@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.choose import make_runtime
 from rolltap.trainer.boxes.runtime import Runtime
+from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.toml import describe
 
 RUNTIME_SETTINGS = (
@@ -118,6 +119,16 @@ class RolloutConfig(BaseModel):
     def options(self) -> dict[str, str | list[str]]:
         """Return all options of the recorder, those of the budgets too."""
         return {**self.budget.options(), **self.recorder}
+
+    def slots(self, share: float = 0.0) -> Slots:
+        """Return the slots of a node. Sessions that evaluate have this share of them, and one at least."""
+        return Slots(
+            preparing=self.preparing or self.concurrency,
+            ready=self.ready,
+            running=self.concurrency,
+            judging=self.judging or self.concurrency,
+            evaluation=max(1, int(share * self.concurrency)),
+        )
 
     def make_runtime(self) -> Runtime:
         """Return the runtime. Raises `InputError` for a setting that it does not have."""

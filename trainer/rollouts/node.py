@@ -6,9 +6,9 @@ from typing import Literal, Protocol
 
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.facts import Facts
-from rolltap.trainer.rollouts.scheduler import Slots
+from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.traces.facts import Facts
 
 Enter = Callable[[Literal["running", "judging"]], Awaitable[None]]
 """Waits for the slot of a phase, and leaves the slot of the phase before."""

@@ -32,8 +32,9 @@ The first line that holds is the status of a session's row:
 another attempt (`ID~1`) at its place; not when it cannot be run at all (`Facts.permanent`: a missing path, image or
 program; a judge whose program is missing; a shell's status 126 or 127 without a call). The next start of the rollout or
 training reruns the statuses of `RERUN`. All others are final: the same command uses them again. After `give_up_after`
-consecutive infrastructure failures the rollout stops (`Tally`); sessions without a completed call and unjudged ones
-count as such, because they too say nothing of the policy.
+consecutive infrastructure failures on a node the node gets no more sessions (`Failures`), and without a node the
+rollout stops. Sessions without a completed call and unjudged ones count as such, because they too say nothing of the
+policy.
 
 **What becomes a reward.** The judge's number. A session without a completed call is not judged and has none, whatever
 its status: there is nothing of the policy's to judge. `infrastructure` and `cancelled` never enter a group of GRPO. A
@@ -42,15 +43,15 @@ an unjudged session is given a reward later, it gets the status that it would ha
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus
 from rolltap.trainer.boxes.runtime import Ended, StopReason
 from rolltap.trainer.judges.verdict import Judged
-from rolltap.trainer.rollouts.facts import Facts
+from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.rollouts.resume import place_of
-from rolltap.trainer.rollouts.scheduler import Phase
+from rolltap.trainer.traces.facts import Facts
 
 _STOPPED: dict[StopReason, str] = {
     "memory": "stopped: its programs used more memory than the limit",
@@ -113,6 +114,35 @@ def _joined(why: str, how: str | None) -> str:
 
 
 @dataclass(slots=True)
+class Failures:
+    """Infrastructure failures in a row, of one group or one node. `tasks` are those of the whole rollout."""
+
+    tasks: Collection[str] = ()
+    _failures: dict[str, str] = field(default_factory=dict)
+    """Place -> task of the sessions that ended last and say nothing of the policy."""
+
+    def add(self, session: Session, facts: Facts) -> None:
+        """Add a session that has ended, and was not stopped by anybody."""
+        nothing = not facts.completed_calls and session.status != "diverged"
+        if session.status in ("infrastructure", "unjudged") or nothing:
+            self._failures[place_of(session.session_id)] = session.task_id
+        else:
+            self._failures.clear()
+
+    @property
+    def in_a_row(self) -> int:
+        """Number of consecutive infrastructure failures, each place counted once.
+
+        Sessions without a completed call or a judgement count too. It is 0 while all are of one task of several: what
+        is wrong with that task says nothing of the others.
+        """
+        failed_tasks = set(self._failures.values())
+        if len(failed_tasks) < min(len(self.tasks), 2):
+            return 0
+        return len(self._failures)
+
+
+@dataclass(slots=True)
 class Tally:
     """Counts over ended sessions, for the progress line. Of `total` places, one is done when it is not retried.
 
@@ -128,33 +158,11 @@ class Tally:
     statuses: Counter[str] = field(default_factory=Counter)
     rewards: float = 0.0
     """Sum of the rewards so far."""
-    _tasks: set[str] = field(default_factory=set)
-    _failures: dict[str, str] = field(default_factory=dict)
-    """Place -> task of the sessions that ended last and say nothing of the policy."""
-
-    @property
-    def failures_in_a_row(self) -> int:
-        """Number of consecutive infrastructure failures, each place counted once.
-
-        Sessions without a completed call or a judgement count too. It is 0 while all are of one task of several: what
-        is wrong with that task says nothing of the others.
-        """
-        return len(self._failures) if len(set(self._failures.values())) >= min(len(self._tasks), 2) else 0
-
-    def expect(self, task_id: str, sessions: int) -> None:
-        """Count sessions of a task that will be run."""
-        self.total += sessions
-        self._tasks.add(task_id)
 
     def add(self, session: Session, facts: Facts | None, *, again: bool) -> None:
         """Add a session that has ended. It is retried if `again`, and was stopped by somebody if `facts` is None."""
         if facts is not None:
             self.refusals += facts.refusals
-            nothing = not facts.completed_calls and session.status != "diverged"
-            if session.status in ("infrastructure", "unjudged") or nothing:
-                self._failures[place_of(session.session_id)] = session.task_id
-            else:
-                self._failures.clear()
         if again:
             self.retried += 1
             return

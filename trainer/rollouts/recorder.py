@@ -24,9 +24,9 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.boxes.environment import Proxy
 from rolltap.trainer.engine.status import served_by
 from rolltap.trainer.rollouts import mitmdump
-from rolltap.trainer.rollouts.facts import Facts, session_facts
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, workplace
 from rolltap.trainer.rollouts.resume import started_event
+from rolltap.trainer.traces.facts import Facts, session_facts
 from rolltap.trainer.traces.reader import SessionRows
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")

@@ -48,6 +48,8 @@ class Group:
     """Sampling parameters in place of the recorder's, key by key."""
     fork: RecordedFrom | None = None
     """The recorded session that its sessions fork, in place of the recorder's."""
+    evaluates: bool = False
+    """True for sessions of an evaluation, which are recorded apart from those that train."""
 
 
 def place_of(session_id: str) -> str:

@@ -23,12 +23,12 @@ import errno
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
@@ -44,8 +44,8 @@ from rolltap.trainer.judges.folders import open_to_owner
 from rolltap.trainer.judges.judge import fault_on_start, judge, prepare_ahead
 from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts.config import RolloutConfig
-from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.node import Enter, SessionAttempt
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -53,6 +53,7 @@ from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.facts import Facts
 from rolltap.trainer.traces.reader import SessionRows
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,9 @@ _SHOWN = (
     "--tools DIR (tools in a recipe)"
 )
 
-Enter = Callable[[Literal["running", "judging"]], Awaitable[None]]
-"""Waits for the slot of a phase, and leaves that of the phase before."""
-
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class SessionContext:
     """Things that the sessions of a worker share. They may be used in one event loop after another.
 
     Attributes:
@@ -79,6 +77,7 @@ class Stage:
         digests: Task id -> the task's digest, which takes reading its folders.
         judged: Digests of tasks whose judges have judged sessions of the run in this runtime.
         faults: Task id -> why its judge cannot judge the start; empty if it can.
+        reading: Task id -> its digest, while it is read.
     """
 
     config: RolloutConfig
@@ -92,10 +91,11 @@ class Stage:
     digests: dict[str, str] = field(default_factory=dict)
     judged: Collection[str] = ()
     faults: Once[str, str] = field(default_factory=Once)
+    reading: Once[str, str] = field(default_factory=Once)
 
     @classmethod
     def of(cls, config: RolloutConfig, harness: Harness, runtime: Runtime, recorder: Recorder, work: Path) -> Self:
-        """Return a stage whose starts and provenances are made in the folder `work`.
+        """Return a context whose starts and provenances are made in the folder `work`.
 
         Raises `EngineError` when the harness needs the engine's context window and the engine does not tell it.
         """
@@ -113,52 +113,58 @@ class Stage:
     async def digest(self, task: Task) -> str:
         """Return the digest of a task, which is read once. Raises `InputError` for a path that cannot be read."""
         if task.id not in self.digests:
-            self.digests[task.id] = await asyncio.to_thread(task.digest)
+            read = partial(asyncio.to_thread, task.digest)
+            self.digests[task.id] = await self.reading.get(task.id, read)
         return self.digests[task.id]
 
 
-async def require_judge(stage: Stage, job: JudgeJob) -> None:
+async def require_judge(context: SessionContext, job: JudgeJob) -> None:
     """Try the judge of a task on its start, once. Raises `InputError` if a program or module of it is not there.
 
     Raises as `judge`, too.
     """
     name = job.task.id
-    if stage.digests[name] in stage.judged:
+    if context.digests[name] in context.judged:
         return
     start = replace(job, name=name, result=None)
-    if why := await stage.faults.get(name, partial(fault_on_start, start)):
+    if why := await context.faults.get(name, partial(fault_on_start, start)):
         raise InputError(f"task {name!r}: {why}")
 
 
-def new_session(stage: Stage, group: Group, session_id: str, policy_version: str | None) -> Session:
-    """Return the row of a session that has not begun. `policy_version` is that of one without a sampled token; None
-    stands for the one that is published when it begins."""
+def new_session(context: SessionContext, attempt: SessionAttempt) -> Session:
+    """Return the row of a session that has not begun."""
+    task = attempt.group.task
     return Session(
-        session_id=session_id,
-        task_id=group.task.id,
-        group_id=group.group_id,
-        harness=stage.harness.name,
+        session_id=attempt.session_id,
+        task_id=task.id,
+        group_id=attempt.group.group_id,
+        harness=context.harness.name,
         status="unknown",
-        policy_version=policy_version,
-        preset_digest=stage.harness.digest(),
-        task_digest=stage.digests[group.task.id],
-        runtime=stage.runtime.name,
+        policy_version=attempt.policy_version,
+        preset_digest=context.harness.digest(),
+        task_digest=context.digests.get(task.id, ""),
+        runtime=context.runtime.name,
     )
 
 
-async def run_session(stage: Stage, session: Session, group: Group, enter: Enter) -> Facts:
-    """Run a session of a group and record it. Return its facts, which are empty when they are not known.
+async def run_session(context: SessionContext, attempt: SessionAttempt, enter: Enter) -> Facts:
+    """Run a session and record it. Return its facts, which are empty when they are not known.
 
-    Its status stays `unknown`, and it has no row, when it is cancelled before it begins to run.
+    The attempt has no row when it is cancelled before the session begins to run.
 
     Awaits `enter` before it begins to run, and before it is judged.
 
     Raises `RecorderError` when the recorder has died, and `RunError` and `OSError` when the run folder cannot be read
     or written. The session has its row then, if it can be written.
     """
+    session = new_session(context, attempt)
     facts = Facts()
     try:
-        facts = await _play(stage, session, group, enter)
+        facts = await _play(context, session, attempt.group, enter)
+    except asyncio.CancelledError:
+        if session.status == "cancelled":  # it has no outcome yet
+            session.error = attempt.why_stopped
+        raise
     except (OSError, InputError) as error:
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"
         facts = Facts(permanent=isinstance(error, InputError))
@@ -170,8 +176,9 @@ async def run_session(stage: Stage, session: Session, group: Group, enter: Enter
         facts = Facts(permanent=True)
     finally:
         if session.status != "unknown":
+            attempt.row = session
             session.finished_at = utc_now()
-            await run_to_end(end_session, stage.recorder, session, group.task)
+            await run_to_end(end_session, context.recorder, session, attempt.group.task)
     return facts
 
 
@@ -226,32 +233,33 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
     return facts
 
 
-async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> Facts:
+async def _play(context: SessionContext, session: Session, group: Group, enter: Enter) -> Facts:
     """Run the harness and the judge, and set the outcome in `session`."""
-    recorder, task = stage.recorder, group.task
-    timeout = task.timeout or stage.config.timeout
+    recorder, task = context.recorder, group.task
+    session.task_digest = await context.digest(task)
+    timeout = task.timeout or context.config.timeout
     log = recorder.path / "logs" / f"{session.session_id}.log"
     log.parent.mkdir(exist_ok=True)
-    folder = stage.work / secrets.token_hex(4)
+    folder = context.work / secrets.token_hex(4)
     made = AgentResult(folder / "workspace", folder / "home")
     ahead: Ahead | None = None
     try:
-        async with _prepared(stage, session, task, made) as (job, box):
+        async with _prepared(context, session, task, made) as (job, box):
             await enter("running")
             session.started_at = utc_now()
             session.policy_version = session.policy_version or recorder.published_version()
-            session.status, session.error = "cancelled", "the rollout was stopped while it ran"
+            session.status = "cancelled"
             hosts = None if task.allow is None else tuple(task.allow)
             given = SessionOptions(sampling=dict(group.sampling), rerun=group.fork, allow=hosts)
             await run_to_end(recorder.begin, session, group.key, given)
             ahead = prepare_ahead(job)
-            command = stage.harness.command_for(task.instruction)
-            env = _environment(stage, session.session_id, task, box)
+            command = context.harness.command_for(task.instruction)
+            env = _environment(context, session.session_id, task, box)
             try:
                 ended = await box.run(command, env=env, timeout=timeout, log=log)
             except OSError as error:
                 kind = InputError if error.errno in _NEVER_STARTS else OSError
-                shown = f". {_SHOWN}" if stage.runtime.isolated else ""
+                shown = f". {_SHOWN}" if context.runtime.isolated else ""
                 raise kind(f"the harness {command[0]} cannot be started: {error}{shown}") from error
             session.exit_status = ended.status
             await box.settle()
@@ -283,10 +291,10 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
                 session.error += f", and ends with: {last}"
             elif last:  # the program's own words say why
                 if last.startswith("Node.js v"):  # the last line of a crash: Node may be too old
-                    needs = [f" ({quirk})" for quirk in stage.harness.quirks if "Node" in quirk]
+                    needs = [f" ({quirk})" for quirk in context.harness.quirks if "Node" in quirk]
                     last += "".join(needs)
                 session.error = f"{last}; {session.error}"
-            if stopped_early and stage.runtime.isolated:
+            if stopped_early and context.runtime.isolated:
                 session.error += f". {_SHOWN}"
         if not_run:
             return facts._replace(permanent=True)
@@ -301,16 +309,16 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
 
 @asynccontextmanager
 async def _prepared(
-    stage: Stage, session: Session, task: Task, made: AgentResult
+    context: SessionContext, session: Session, task: Task, made: AgentResult
 ) -> AsyncIterator[tuple[JudgeJob, Box]]:
     """Yield the box of a session, with its workspace, and what its judge will need. Raises `OSError` and `InputError`.
 
     The copy and the box have a time limit of their own, which begins with the copy: to wait for a thread is no part of
     it. What sessions share has other limits: starts, versions and images.
     """
-    recorder, runtime, seconds = stage.recorder, stage.runtime, stage.config.preparing_timeout
-    (await stage.provenances.of(task.image)).set_in(session)
-    start = await stage.starts.of(task)
+    recorder, runtime, seconds = context.recorder, context.runtime, context.config.preparing_timeout
+    (await context.provenances.of(task.image)).set_in(session)
+    start = await context.starts.of(task)
     job = JudgeJob(
         task=task,
         start=start,
@@ -321,7 +329,7 @@ async def _prepared(
         engine_urls=recorder.engine.split(","),
         network=recorder,
     )
-    await require_judge(stage, job)
+    await require_judge(context, job)
     proxy = recorder.proxy(session.session_id)
     spec = BoxSpec(
         name=f"rolltap-{made.home.parent.name}",
@@ -357,12 +365,12 @@ async def _prepared(
         yield job, box
 
 
-def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:
+def _environment(context: SessionContext, session_id: str, task: Task, box: Box) -> dict[str, str]:
     """Return the whole environment of the harness. The recorder's variables win."""
-    isolated = stage.runtime.isolated
+    isolated = context.runtime.isolated
     certificates = CERTIFICATES if isolated else None
-    recorded = stage.recorder.proxy(session_id).environment(session_id, address=box.proxy, certificates=certificates)
-    return {**clean_environment(Path(box.home), isolated=isolated), **stage.harness_env, **task.env, **recorded}
+    recorded = context.recorder.proxy(session_id).environment(session_id, address=box.proxy, certificates=certificates)
+    return {**clean_environment(Path(box.home), isolated=isolated), **context.harness_env, **task.env, **recorded}
 
 
 async def _judge(session: Session, job: JudgeJob) -> Judged:

@@ -4,12 +4,12 @@ import asyncio
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
@@ -24,13 +24,16 @@ from rolltap.trainer.rollouts.check import build_images, check_engines, fit_task
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
+from rolltap.trainer.rollouts.node import Enter, Node, SessionAttempt
 from rolltap.trainer.rollouts.provenance import Provenance
+from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
-from rolltap.trainer.rollouts.schedule import GroupSchedule, Schedule, run_groups
-from rolltap.trainer.rollouts.session import Stage, end_session
+from rolltap.trainer.rollouts.runner import GroupRunner, OnEnd, OnLost
+from rolltap.trainer.rollouts.session import SessionContext, end_session, run_session
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.facts import Facts
 from rolltap.trainer.traces.reader import SessionTable, load_sessions
 
 
@@ -61,8 +64,10 @@ class Worker:
         self.runtime = runtime or config.make_runtime()
         self.harness = harness if isinstance(harness, Harness) else Harness.load(str(harness))
         self.recorder = Recorder(out, engine=engine, model=model, options=config.options(), processes=config.recorders)
-        self.stage: Stage
+        self.context: SessionContext
         """Things that the sessions share. Only inside of the block."""
+        self.evaluation: Worker | None = None
+        """The worker of evaluations, which the caller enters and leaves. By default they are recorded here."""
 
     def fit(self, tasks: Sequence[Task], private: Sequence[Path] = ()) -> list[Task]:
         """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and starts nothing.
@@ -94,12 +99,12 @@ class Worker:
 
     async def keys(self, tasks: Sequence[Task], weights: str) -> list[dict[str, str]]:
         """Return the parts of each task's key: see `keys_of`. Only inside of the block."""
-        return await keys_of(tasks, self.stage, weights)
+        return await keys_of(tasks, self.context, weights)
 
     @property
     def digests(self) -> dict[str, str]:
         """Task id -> its digest, of those that were read. Only inside of the block."""
-        return self.stage.digests
+        return self.context.digests
 
     def silent(self) -> Collection[str]:
         """Return the URLs of the engines that do not answer."""
@@ -113,11 +118,11 @@ class Worker:
             stack.enter_context(self.recorder)
             for session in interrupted_sessions(self.recorder.path):
                 end_session(self.recorder, session, None)
-            stage = Stage.of(self.config, self.harness, self.runtime, self.recorder, work)
+            context = SessionContext.of(self.config, self.harness, self.runtime, self.recorder, work)
             sessions = load_sessions(self.recorder.path).values()
             name = self.runtime.name
             judged = {one.task_digest for one in sessions if one.reward is not None and one.runtime == name}
-            self.stage = replace(stage, judged=judged)
+            self.context = replace(context, judged=judged)
             self._cleanup = stack.pop_all()
         return self
 
@@ -143,9 +148,38 @@ class Worker:
     ) -> None:
         await run_to_end(self.__exit__, kind, value, traceback)
 
-    def schedule(self, advance: Advance, **how: Any) -> GroupSchedule:
-        """Return a schedule of sessions, for groups that come one after the other: see `Schedule`."""
-        return Schedule(self.stage, advance, **how)
+    async def context_of(self, group: Group) -> SessionContext:
+        """Return the context of the sessions of a group. Only inside of the block."""
+        if group.evaluates and self.evaluation is not None:
+            return self.evaluation.context
+        return self.context
+
+    def runner(
+        self,
+        advance: Advance,
+        *,
+        share: float = 0.0,
+        ended: OnEnd = lambda *_: None,
+        lost: OnLost | None = None,
+    ) -> GroupRunner:
+        """Return a runner for groups that come one after the other: see `GroupRunner`. Only inside of the block.
+
+        Groups that evaluate have the first `share` of the slots, one at least, and those that the others leave.
+        """
+        node = LocalNode(self.config.slots(share), self.context_of)
+        return self.runner_of([node], advance, ended=ended, lost=lost)
+
+    def runner_of(self, nodes: Sequence[Node], advance: Advance, *, ended: OnEnd, lost: OnLost | None) -> GroupRunner:
+        """Return a runner of these nodes, with the configuration's retries."""
+        return GroupRunner(
+            nodes,
+            advance,
+            retries=self.config.retries,
+            give_up_after=self.config.give_up_after,
+            ended=ended,
+            lost=lost,
+            silent=self.silent,
+        )
 
     async def run(
         self,
@@ -154,8 +188,43 @@ class Worker:
         policy_version: str | None = None,
         advance: Advance = lambda *_: None,
     ) -> list[Session]:
-        """Run the sessions of groups as `run_groups`. May be called again, in another event loop too."""
-        return await run_groups(groups, self.stage, policy_version=policy_version, advance=advance)
+        """Run the sessions of groups. Return them group by group, all attempts, in the order in which they ended.
+
+        `policy_version` is the version of sessions without a sampled token. Raises as `GroupRunner`. It may be called
+        again, in another event loop too.
+        """
+        async with self.runner(advance) as runner:
+            results = [await runner.submit(group, policy_version) for group in groups]
+            return [session for result in results for session in await result]
+
+
+class LocalNode:
+    """This process as a node: its recorder, and boxes on this machine. `context_of` returns a group's context."""
+
+    name = ""
+
+    def __init__(self, slots: Slots, context_of: Callable[[Group], Awaitable[SessionContext]]) -> None:
+        self.slots = slots
+        self._context_of = context_of
+        self._contexts: dict[str, SessionContext] = {}
+        """Session that runs -> its context."""
+
+    async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
+        """Run a session: see `Node.run`."""
+        context = await self._context_of(attempt.group)
+        context.recorder.check()
+        self._contexts[attempt.session_id] = context
+        try:
+            return await run_session(context, attempt, enter)
+        finally:
+            del self._contexts[attempt.session_id]
+
+    def first_version(self, session_id: str) -> str | None:
+        """Return the version of a session's first call: see `Node.first_version`."""
+        context = self._contexts.get(session_id)
+        if context is None:
+            return None
+        return context.recorder.rows.first_version(session_id)
 
 
 async def roll_out(
@@ -210,16 +279,16 @@ def given_tasks(
     return list(tasks)
 
 
-async def keys_of(tasks: Sequence[Task], stage: Stage, weights: str) -> list[dict[str, str]]:
+async def keys_of(tasks: Sequence[Task], context: SessionContext, weights: str) -> list[dict[str, str]]:
     """Return the parts of each task's key. `weights` names those of the engines and the published version.
 
     Asks for as many versions of programs at once as sessions run. Raises `InputError` of a task's path, and `OSError`.
     """
-    places = asyncio.Semaphore(stage.config.concurrency)
+    places = asyncio.Semaphore(context.config.concurrency)
 
     async def key(task: Task) -> dict[str, str]:
         async with places:
-            return key_parts(await key_values(task, stage, weights))
+            return key_parts(await key_values(task, context, weights))
 
     keys = await asyncio.gather(*map(key, tasks), return_exceptions=True)  # none of them runs on after an error
     found = []
@@ -230,26 +299,28 @@ async def keys_of(tasks: Sequence[Task], stage: Stage, weights: str) -> list[dic
     return found
 
 
-async def key_values(task: Task, stage: Stage, weights: str) -> dict[str, object]:
+async def key_values(task: Task, context: SessionContext, weights: str) -> dict[str, object]:
     """Return name -> JSON value of what decides the sessions of a task.
 
     Of an image that cannot be had nothing is known: its sessions cannot be run, and say why. Raises `OSError`.
     """
-    digest = await stage.digest(task)
+    digest = await context.digest(task)
     try:
-        known = await stage.provenances.of(task.image)
+        known = await context.provenances.of(task.image)
     except InputError:
-        known = Provenance(harness_version="", program_digest="", preset_digest=stage.harness.digest(), image_digest="")
-    model = Path(stage.recorder.model)
+        known = Provenance(
+            harness_version="", program_digest="", preset_digest=context.harness.digest(), image_digest=""
+        )
+    model = Path(context.recorder.model)
     return {
         "task": digest,
         "harness": known.preset_digest,
         "harness_version": known.harness_version,
         "program": known.program_digest,
         "image": known.image_digest,
-        "runtime": stage.runtime.name,
-        "timeout": task.timeout or stage.config.timeout,
+        "runtime": context.runtime.name,
+        "timeout": task.timeout or context.config.timeout,
         "model": str(model.resolve() if model.exists() else model),
         "weights": weights,
-        **{name: value for name, value in stage.config.options().items() if name not in FREE_OPTIONS},
+        **{name: value for name, value in context.config.options().items() if name not in FREE_OPTIONS},
     }

@@ -19,7 +19,7 @@ from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.cli.main import rolltap as command
 from rolltap.trainer.console import Watch
-from rolltap.trainer.rollouts.facts import DISTRUST
+from rolltap.trainer.traces.facts import DISTRUST
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.tasks.content import content_digest

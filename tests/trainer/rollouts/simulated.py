@@ -1,4 +1,4 @@
-"""The scheduler in virtual time: sessions whose phases take drawn times, without programs and without waiting."""
+"""The queue in virtual time: sessions whose phases take drawn times, without programs and without waiting."""
 
 import heapq
 import itertools
@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rolltap.trainer.rollouts.scheduler import Scheduler
+from rolltap.trainer.rollouts.queue import SessionQueue
 
 
 @dataclass(slots=True)
@@ -27,15 +27,15 @@ class Simulated:
 
 
 def simulate(
-    scheduler: Scheduler, groups: Sequence[Sequence[str]], times: Callable[[str], tuple[float, float, float]]
+    queue: SessionQueue, groups: Sequence[Sequence[str]], times: Callable[[str], tuple[float, float, float]]
 ) -> Simulated:
     """Run groups of sessions to their end. `times` returns the seconds to prepare, run and judge a session."""
     seen, number, now = Simulated(), itertools.count(), 0.0
     events: list[tuple[float, int, str, str]] = []
     for index, group in enumerate(groups):
-        scheduler.submit(f"g{index}", group)
+        queue.submit(f"g{index}", group)
     while True:
-        for kind, group_id, session_id in scheduler.advance(now):
+        for kind, group_id, session_id, _ in queue.advance(now):
             if kind == "close":
                 seen.closed[group_id] = now
                 continue
@@ -47,11 +47,11 @@ def simulate(
             return seen
         now, _, kind, session_id = heapq.heappop(events)
         if kind == "prepare":
-            scheduler.prepared(session_id)
+            queue.prepared(session_id)
         elif kind == "run":
-            scheduler.ran(session_id)
+            queue.ran(session_id)
         else:
-            scheduler.ended(session_id, now)
+            queue.ended(session_id, now)
             seen.ended[session_id] = now
 
 

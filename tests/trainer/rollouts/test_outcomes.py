@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from rolltap.addons.store.records import UNREWARDED, Session
 from rolltap.trainer.boxes.runtime import Ended
 from rolltap.trainer.judges.verdict import Judged
-from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.outcomes import Outcome, Tally, is_judged, outcome
+from rolltap.trainer.traces.facts import Facts
 
 GOOD = Facts(completed_calls=2)
 OVER = GOOD._replace(budget="budget: 3 calls")

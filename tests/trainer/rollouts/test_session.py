@@ -18,13 +18,12 @@ from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Limits, Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import sandboxed
 from tests.harness.play import tool_call
 from tests.scripted_engine import Say
-from tests.trainer.rollouts.stages import ONE_CALL, ONE_CALL_TEXT, stage_of
+from tests.trainer.rollouts.contexts import ONE_CALL, ONE_CALL_TEXT, context_of, run_groups
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 ASK_WITH_TOOL = ONE_CALL_TEXT.replace("{'model': 'm',", f"{{'model': 'm', 'tools': [{TOOL!r}],")
@@ -36,8 +35,8 @@ def play(recorder, request, tmp_path):
         """Run one session. Return its row."""
         name = f"{request.node.name.partition('[')[0]}-{len(load_sessions(recorder.path))}"
         task = Task(id="t", instruction="go", **{"evaluate": ["true"], **fields})
-        stage = stage_of(recorder, tmp_path, script, runtime, retries=retries)
-        await run_groups([Group(task, name, [f"{name}-0"])], stage, policy_version=None, advance=lambda *_: 0)
+        context = context_of(recorder, tmp_path, script, runtime, retries=retries)
+        await run_groups([Group(task, name, [f"{name}-0"])], context)
         return load_sessions(recorder.path)[f"{name}-0"]
 
     return play
@@ -189,17 +188,17 @@ async def test_a_program_in_a_box_is_recorded_through_the_boxs_own_loopback(play
 
 async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, judges):
     judges(Judged(unjudged="no key"))
-    stage = stage_of(recorder, tmp_path, ONE_CALL, concurrency=1, give_up_after=2)
+    context = context_of(recorder, tmp_path, ONE_CALL, concurrency=1, give_up_after=2)
     task = Task(id="t", instruction="go", evaluate=["true"])
     groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
     with pytest.raises(RecorderError, match=r"gave up after 2 consecutive .*; the last, unjudged-1: no key"):
-        await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
+        await run_groups(groups, context)
 
 
-async def run_tasks(stage, name, *tasks):
+async def run_tasks(context, name, *tasks):
     """Run two sessions of each task. Return the rows by their ids."""
     groups = [Group(task, f"{name}-{task.id}", [f"{name}-{task.id}-{n}" for n in range(2)]) for task in tasks]
-    rows = await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
+    rows = await run_groups(groups, context)
     return {row.session_id.removeprefix(f"{name}-"): row for row in rows}
 
 
@@ -216,8 +215,8 @@ async def test_a_judge_that_cannot_run_on_the_start_ends_its_tasks_sessions_befo
     judge = counting(tmp_path, "echo first; no-such-judge")
     bad = Task(id="bad", instruction="go", evaluate=judge)
     good = Task(id="good", instruction="go", evaluate=["true"])
-    stage = stage_of(recorder, tmp_path, ONE_CALL, retries=2)
-    rows = await run_tasks(stage, "untried", bad, good)
+    context = context_of(recorder, tmp_path, ONE_CALL, retries=2)
+    rows = await run_tasks(context, "untried", bad, good)
     assert {name: row.status for name, row in rows.items()} == {
         "bad-0": "infrastructure",
         "bad-1": "infrastructure",
@@ -240,7 +239,7 @@ async def test_a_judge_that_cannot_run_on_the_start_ends_its_tasks_sessions_befo
 async def test_a_pytest_judge_without_pytest_names_its_python_before_a_session_runs(recorder, tmp_path):
     command = [sys.executable, "-S", "-m", "pytest"]
     task = Task(id="t", instruction="go", judge={"kind": "pytest", "command": command})
-    rows = await run_tasks(stage_of(recorder, tmp_path, ONE_CALL), "lacking", task)
+    rows = await run_tasks(context_of(recorder, tmp_path, ONE_CALL), "lacking", task)
     assert rows["t-0"].error.endswith(
         f"; its last line: {sys.executable}: No module named pytest. Install it for the "
         "judge, or name another program in its command"
@@ -249,11 +248,11 @@ async def test_a_pytest_judge_without_pytest_names_its_python_before_a_session_r
 
 async def test_a_judge_is_tried_once_and_not_where_it_has_judged_sessions_of_the_run(recorder, tmp_path):
     task = Task(id="t", instruction="go", evaluate=counting(tmp_path, "exit 1"))
-    stage = stage_of(recorder, tmp_path, ONE_CALL)
-    rows = await run_tasks(stage, "once", task)
+    context = context_of(recorder, tmp_path, ONE_CALL)
+    rows = await run_tasks(context, "once", task)
     assert [(row.reward, row.error) for row in rows.values()] == [(0.0, None), (0.0, None)]
     assert asked(tmp_path) == 3
-    resumed = replace(stage_of(recorder, tmp_path, ONE_CALL), judged={task.digest()})
+    resumed = replace(context_of(recorder, tmp_path, ONE_CALL), judged={task.digest()})
     assert len(await run_tasks(resumed, "again", task)) == 2
     assert asked(tmp_path) == 5
 
@@ -262,8 +261,8 @@ async def test_a_judge_that_runs_and_has_no_verdict_on_the_start_is_told_once_an
     recorder, tmp_path, caplog
 ):
     task = Task(id="t", instruction="go", evaluate=["grep", "-q", "good", "answer.txt"])
-    stage = stage_of(recorder, tmp_path, f"{ONE_CALL}; echo good > answer.txt")
-    rows = await run_tasks(stage, "told", task)
+    context = context_of(recorder, tmp_path, f"{ONE_CALL}; echo good > answer.txt")
+    rows = await run_tasks(context, "told", task)
     assert [row.reward for row in rows.values()] == [1.0, 1.0]
     (message,) = [record.message for record in caplog.records if "verdict" in record.message]
     assert message == (
@@ -287,7 +286,9 @@ async def test_a_judge_that_runs_and_has_no_verdict_on_the_start_is_told_once_an
 async def test_a_judge_of_what_the_agent_is_to_make_lacks_nothing(recorder, tmp_path, judge):
     task = Task(id="t", instruction="Write solve.sh. Install frobnicate.", evaluate=judge)
     make = "printf '#!/bin/sh\n' > solve.sh && chmod +x solve.sh"
-    rows = await run_tasks(stage_of(recorder, tmp_path, f"{ONE_CALL}; {make}"), f"made-{len(shlex.join(judge))}", task)
+    rows = await run_tasks(
+        context_of(recorder, tmp_path, f"{ONE_CALL}; {make}"), f"made-{len(shlex.join(judge))}", task
+    )
     assert {row.status for row in rows.values()} <= {"completed", "unjudged"}
 
 
@@ -299,7 +300,7 @@ async def test_a_function_and_a_model_are_not_tried_and_programs_among_several_j
     program = {"kind": "command", "command": counting(tmp_path, "no-such-judge")}
     judges = [{"name": judge["kind"], "judge": judge} for judge in (model, function, program)]
     task = Task(id="t", instruction="go", judge={"kind": "several", "judges": judges})
-    rows = await run_tasks(stage_of(recorder, tmp_path, ONE_CALL), "several", task)
+    rows = await run_tasks(context_of(recorder, tmp_path, ONE_CALL), "several", task)
     assert "ended with status 127" in rows["t-0"].error
     assert asked(tmp_path) == 1
 

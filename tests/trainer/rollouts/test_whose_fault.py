@@ -14,11 +14,10 @@ from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.deep import DEEP, examples
-from tests.trainer.rollouts.stages import stage_of
+from tests.trainer.rollouts.contexts import context_of, run_groups
 
 DESCRIPTORS = 420
 """Limit of the recorder's open files: the agents can use them up."""
@@ -47,12 +46,12 @@ def rewards(recorder, tmp_path_factory):
     """Return a function that runs a session for each list of actions. It returns their statuses and rewards."""
     numbers = itertools.count()
     harness = Harness(name="agent", version="1", program=sys.executable, headless=[str(AGENT), "{instruction}"])
-    stage = stage_of(recorder, tmp_path_factory.mktemp("work"), harness)
+    context = context_of(recorder, tmp_path_factory.mktemp("work"), harness)
 
     def rewards(plans):
         tasks = [Task(id=f"t{next(numbers)}", instruction=json.dumps(plan), evaluate=["false"]) for plan in plans]
         groups = [Group(task, task.id, [f"{task.id}-0"]) for task in tasks]
-        asyncio.run(run_groups(groups, stage, policy_version=None, advance=lambda *_: 0))
+        asyncio.run(run_groups(groups, context))
         rows = load_sessions(recorder.path)
         ended = [rows[f"{task.id}-0"] for task in tasks]
         return [(row.status, row.reward, row.error, *plan) for row, plan in zip(ended, plans, strict=True)]

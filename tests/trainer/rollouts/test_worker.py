@@ -10,7 +10,7 @@ from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.resume import changed_parts, group_key, key_parts
-from rolltap.trainer.rollouts.session import Stage
+from rolltap.trainer.rollouts.session import SessionContext
 from rolltap.trainer.rollouts.worker import key_values
 from rolltap.trainer.tasks.task import Task
 
@@ -40,8 +40,10 @@ async def parts(
     config = RolloutConfig.of({"timeout": timeout, "recorder": options or {}, "budget": budget or {}})
     task = task or TASK
     recorder = SimpleNamespace(model=str(model))
-    stage = Stage(config, HARNESS, runtime or ProcessRuntime(), recorder, None, None, Known(**known), {}, {"t": digest})
-    return key_parts(await key_values(task, stage, weights))
+    context = SessionContext(
+        config, HARNESS, runtime or ProcessRuntime(), recorder, None, None, Known(**known), {}, {"t": digest}
+    )
+    return key_parts(await key_values(task, context, weights))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The scheduler in virtual time: what the phases of sessions are worth, and what the scheduler costs.
+"""The queue in virtual time: what the phases of sessions are worth, and what the queue costs.
 
 Sessions run log-normal times with sigma 1, the median of which is 1. `busy` is the share of the slots for running that
 run, over the whole time.
@@ -8,7 +8,7 @@ import time
 
 import click
 
-from rolltap.trainer.rollouts.scheduler import Scheduler, Slots
+from rolltap.trainer.rollouts.queue import SessionQueue, Slots
 from tests.bench.frame import Rows, command
 from tests.trainer.rollouts.simulated import long_tailed, simulate
 
@@ -41,7 +41,9 @@ def main(sessions: int, slots: int, prepare: float, judge: float) -> dict[str, R
         ("ready 4, judging 4", phases, Slots(slots, 4, slots, 4)),
     ):
         began = time.process_time()
-        seen = simulate(Scheduler(given), groups, times)
+        queue = SessionQueue()
+        queue.add_node("", given)
+        seen = simulate(queue, groups, times)
         taken = time.process_time() - began
         waited = [seen.closed[f"g{number}"] - seen.closed.get(f"g{number - 1}", 0.0) for number in range(len(groups))]
         rows.append(

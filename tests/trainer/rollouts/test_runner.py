@@ -1,7 +1,9 @@
 import asyncio
 from collections import defaultdict
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,24 +11,25 @@ import pytest
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.options import RecordedFrom
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.rollouts import schedule
-from rolltap.trainer.rollouts.facts import Facts
+from rolltap.trainer.rollouts import runner as runner_module
+from rolltap.trainer.rollouts import worker
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import Schedule, run_groups
+from rolltap.trainer.rollouts.session import new_session
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.facts import Facts
 from rolltap.trainer.traces.reader import load_sessions
 from tests.addons.harness import until
 from tests.scripted_engine import Say
-from tests.trainer.rollouts.stages import ONE_CALL, stage_of
+from tests.trainer.rollouts.contexts import ONE_CALL, context_of, run_groups, runner_of
 
 TASK = Task(id="count", instruction="go", evaluate=["true"])
 
 
-async def run(groups, stage, advance=lambda *_: None):
-    return await run_groups(groups, stage, policy_version="7", advance=advance)
+async def run(groups, context, advance=lambda *_: None):
+    return await run_groups(groups, context, advance, "7")
 
 
 def group_of(folder, *places, task=TASK):
@@ -41,8 +44,8 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder,
         steps.append((done, total))
         said.append(what)
 
-    stage = stage_of(recorder, tmp_path, ONE_CALL)
-    sessions = await run([group_of(tmp_path, 0, 1)], stage, advance)
+    context = context_of(recorder, tmp_path, ONE_CALL)
+    sessions = await run([group_of(tmp_path, 0, 1)], context, advance)
     assert sorted({*steps}) == [(0, 2), (1, 2), (2, 2)]
     assert [phase for phase in ("preparing", "running", "judging") if phase not in " ".join(said)] == []
     assert said[-1] == "2 of 2 sessions: 2 completed; mean reward 1"
@@ -57,13 +60,13 @@ async def test_a_session_has_the_version_of_its_calls_and_without_one_the_expect
     recorder, engine, tmp_path, monkeypatch, script, version
 ):
     monkeypatch.setattr(engine, "otherwise", lambda request: Say("Hi.", weight_version="3"))
-    (session,) = await run([group_of(tmp_path, 0)], stage_of(recorder, tmp_path, script))
+    (session,) = await run([group_of(tmp_path, 0)], context_of(recorder, tmp_path, script))
     assert load_sessions(recorder.path)[session.session_id].policy_version == version
 
 
 async def test_of_a_group_only_the_given_sessions_are_run(recorder, tmp_path):
     groups = [group_of(tmp_path, 2, 0), Group(TASK, "other", [])]
-    sessions = await run(groups, stage_of(recorder, tmp_path, "true"))
+    sessions = await run(groups, context_of(recorder, tmp_path, "true"))
     assert {(session.session_id, session.group_id, session.task_id) for session in sessions} == {
         (f"{tmp_path.name}-{place}", tmp_path.name, "count") for place in (0, 2)
     }
@@ -74,17 +77,17 @@ async def test_a_task_that_cannot_be_run_does_not_end_the_others_and_is_told_onc
     good = Task(id="good", instruction="go", evaluate=["true"])
     bad = Task(id="bad", instruction="go", evaluate=["true"], workspace=tmp_path / "empty", commit="0123456789abcdef")
     groups = [group_of(tmp_path, 0, 1, 2, task=bad), Group(good, "good-g", ["good-g-0"])]
-    sessions = await run(groups, stage_of(recorder, tmp_path, ONE_CALL, retries=2, give_up_after=3))
+    sessions = await run(groups, context_of(recorder, tmp_path, ONE_CALL, retries=2, give_up_after=3))
     found = {each.session_id: (each.status, each.reward) for each in sessions}
     assert found == {"good-g-0": ("completed", 1.0), **dict.fromkeys(groups[0].session_ids, ("infrastructure", None))}
     assert caplog.text.count("no session of task bad can be run") == 1
 
 
 async def test_a_session_that_waits_for_its_retry_leaves_its_place_to_others(recorder, tmp_path, monkeypatch):
-    monkeypatch.setattr(schedule, "PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 3600.0)
     script = f"test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 1; }}; {ONE_CALL}"
-    stage = stage_of(recorder, tmp_path, script, retries=1, concurrency=1, preparing=1)
-    async with Schedule(stage, lambda *_: None) as running:
+    context = context_of(recorder, tmp_path, script, retries=1, concurrency=1, preparing=1)
+    async with runner_of(context) as running:
         first, second = group_of(tmp_path, 0), Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"])
         waits = await running.submit(first)
         (ended,) = await (await running.submit(second))
@@ -117,9 +120,9 @@ async def test_a_session_that_is_judged_leaves_its_place_to_others(recorder, tmp
     waits = f"[ ! -e ran ] || until [ -e {judged} ]; do sleep 0.01; done"
     task = TASK.model_copy(update={"evaluate": ["sh", "-c", waits]})
     script = f"{ONE_CALL}; [ -e {tmp_path}/first ] && touch {judged}; touch {tmp_path}/first ran"
-    stage = stage_of(recorder, tmp_path, script, concurrency=1)
+    context = context_of(recorder, tmp_path, script, concurrency=1)
     sessions = await run(
-        [group_of(tmp_path, 0, 1, task=task)], stage
+        [group_of(tmp_path, 0, 1, task=task)], context
     )  # the second one's run ends the first one's judge
     assert [session.reward for session in sessions] == [1.0, 1.0]
 
@@ -133,12 +136,12 @@ async def test_a_session_is_prepared_while_the_one_before_it_runs(recorder, tmp_
         return await starts(self, task)
 
     monkeypatch.setattr(Starts, "of", of)
-    stage = stage_of(recorder, tmp_path, waits_for(go_on), concurrency=1, ready=1, preparing=1)
-    async with Schedule(stage, lambda *_: None) as schedule:
-        first = await schedule.submit(group_of(tmp_path, 0))
+    context = context_of(recorder, tmp_path, waits_for(go_on), concurrency=1, ready=1, preparing=1)
+    async with runner_of(context) as running:
+        first = await running.submit(group_of(tmp_path, 0))
         await called.get()
         first_runs.set()
-        second = await schedule.submit(Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"]))
+        second = await running.submit(Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"]))
         assert [session.status for session in await first + await second] == ["completed"] * 2
 
 
@@ -154,9 +157,9 @@ async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_pa
             async with super().box(spec) as box:
                 yield box
 
-    monkeypatch.setattr(schedule, "PAUSE_SECONDS", 0.0)
-    stage = stage_of(recorder, tmp_path, ONE_CALL, Stuck(), preparing_timeout=0.2, retries=1)
-    failed, ended = await run([group_of(tmp_path, 0)], stage)
+    monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 0.0)
+    context = context_of(recorder, tmp_path, ONE_CALL, Stuck(), preparing_timeout=0.2, retries=1)
+    failed, ended = await run([group_of(tmp_path, 0)], context)
     assert (failed.status, failed.error) == (
         "infrastructure",
         "the session could not be run: it could not be prepared in 0.2 s",
@@ -166,16 +169,16 @@ async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_pa
 
 async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, tmp_path, called):
     go_on = tmp_path / "go"
-    stage = stage_of(recorder, tmp_path, waits_for(go_on), concurrency=2, ready=1, preparing=2)
-    async with Schedule(stage, lambda *_: None) as schedule:
+    context = context_of(recorder, tmp_path, waits_for(go_on), concurrency=2, ready=1, preparing=2)
+    async with runner_of(context) as running:
         kept = group_of(tmp_path, 0, 1)
         dropped = Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-{index}" for index in range(3)])
-        results = [await schedule.submit(kept)]
+        results = [await running.submit(kept)]
         for _ in kept.session_ids:  # both run, and no slot is left
             await called.get()
-        results.append(await schedule.submit(dropped))
-        schedule.cancel(kept.session_ids[0], "it is not needed")
-        schedule.cancel(dropped.group_id, "its weights are too old")
+        results.append(await running.submit(dropped))
+        running.cancel(kept.session_ids[0], "it is not needed")
+        running.cancel(dropped.group_id, "its weights are too old")
         begun = await results[1]  # without waiting for a slot
         go_on.touch()
         ended = {session.session_id: session for session in await results[0]}
@@ -195,30 +198,30 @@ async def test_a_session_is_as_old_as_its_first_call_and_without_one_it_is_not_t
     engine.otherwise = lambda request: Say("Hi.", weight_version="3")
     group = group_of(tmp_path, 0)
     (name,) = group.session_ids
-    async with Schedule(stage_of(recorder, tmp_path, script), lambda *_: None) as schedule:
-        result = await schedule.submit(group)
+    async with runner_of(context_of(recorder, tmp_path, script)) as running:
+        result = await running.submit(group)
         await until(runs.exists)
-        schedule.cancel_running(lambda version: True, "too old")
-        assert schedule.running_versions() == {}
+        running.cancel_running(lambda version: True, "too old")
+        assert running.running_versions() == {}
         call.touch()
-        await until(schedule.running_versions)
-        assert schedule.running_versions() == {name: "3"}
-        schedule.cancel_running(lambda version: version != "3", "too old")
-        schedule.cancel_running(lambda version: version == "3", "its weights are too old")
+        await until(running.running_versions)
+        assert running.running_versions() == {name: "3"}
+        running.cancel_running(lambda version: version != "3", "too old")
+        running.cancel_running(lambda version: version == "3", "its weights are too old")
         (session,) = await result
     assert (session.status, session.error, session.policy_version) == ("cancelled", "its weights are too old", "3")
 
 
 async def test_a_group_of_forks_runs_beside_others(recorder, tmp_path):
-    stage = stage_of(recorder, tmp_path, ONE_CALL)
-    (first,) = await run([group_of(tmp_path, 0)], stage)
+    context = context_of(recorder, tmp_path, ONE_CALL)
+    (first,) = await run([group_of(tmp_path, 0)], context)
     ((asked,),) = recorder.rows.of("calls", first.session_id, ("started_at",))
     groups = [group_of(tmp_path, 1)]
     for number, begun in enumerate((asked, asked + timedelta(seconds=1))):
         source = RecordedFrom(recorder.path.absolute(), first.session_id, begun)
         name = f"{tmp_path.name}-fork{number}"
         groups.append(Group(TASK, name, [f"{name}-0"], fork=source))
-    ended = {session.group_id: session for session in await run(groups, stage)}
+    ended = {session.group_id: session for session in await run(groups, context)}
     assert [(session.status, session.reward) for session in (ended[group.group_id] for group in groups)] == [
         ("completed", 1.0),
         ("completed", 1.0),
@@ -232,11 +235,11 @@ async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_
     program = tmp_path / "program"
     program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
     program.chmod(0o755)
-    stage = stage_of(recorder, tmp_path, Harness(name="x", program=str(program), headless=["go"]))
+    context = context_of(recorder, tmp_path, Harness(name="x", program=str(program), headless=["go"]))
     digests = []
     monkeypatch.setattr(Task, "digest", lambda task: digests.append(task.id) or "d")
     for number in range(2):
-        await run([group_of(tmp_path, 2 * number, 2 * number + 1)], stage)
+        await run([group_of(tmp_path, 2 * number, 2 * number + 1)], context)
     assert asked.read_text().split().count("--version") == 1
     assert digests == ["count"]
 
@@ -244,33 +247,39 @@ async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_
 async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(engine, tmp_path, tokenizer_folder):
     recorder = Recorder(tmp_path / "run", engine=engine.url, model=tokenizer_folder)
     with suppress(RecorderError), recorder:
-        stage = stage_of(recorder, tmp_path, f"kill -9 {recorder._processes[0].pid}")
+        context = context_of(recorder, tmp_path, f"kill -9 {recorder._processes[0].pid}")
         with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
-            await run([group_of(tmp_path, 0)], stage)
+            await run([group_of(tmp_path, 0)], context)
         (session,) = load_sessions(recorder.path).values()
         assert (session.status, session.reward) == ("infrastructure", None)
         assert "the recorder" in session.error
         recorder._processes[0]._process.wait()
         with pytest.raises(RecorderError, match="the recorder died with status -9"):  # before a session
-            await run([group_of(tmp_path, 1)], stage)
+            await run([group_of(tmp_path, 1)], context)
 
 
 class Played:
     """Sessions that run until the test ends them: `ends` has the future of each one's status, once it runs, and
-    `stages` its stage."""
+    `contexts` its context."""
 
     def __init__(self):
         self.ends = {}
-        self.stages = {}
+        self.contexts = {}
         self._running = defaultdict(asyncio.Event)
 
-    async def run_session(self, stage, session, group, enter):
+    async def run_session(self, context, attempt, enter):
         await enter("running")
+        session = new_session(context, attempt)
+        attempt.row = session
         session.status = "cancelled"
-        self.stages[session.session_id] = stage
+        self.contexts[session.session_id] = context
         self.ends[session.session_id] = asyncio.get_running_loop().create_future()
         self._running[session.session_id].set()
-        session.status = await self.ends[session.session_id]
+        try:
+            session.status = await self.ends[session.session_id]
+        except asyncio.CancelledError:
+            session.error = attempt.why_stopped
+            raise
         return Facts(completed_calls=session.status == "completed")
 
     async def runs(self, *names):
@@ -287,25 +296,25 @@ class TestWithoutPrograms:
     @pytest.fixture
     def played(self, monkeypatch):
         played = Played()
-        monkeypatch.setattr(schedule, "run_session", played.run_session)
+        monkeypatch.setattr(worker, "run_session", played.run_session)
         return played
 
     @pytest.fixture
-    def open_schedule(self, recorder, tmp_path):
-        def open_schedule(advance=lambda *_: None, **settings):
-            return Schedule(stage_of(recorder, tmp_path, "true", **settings), advance)
+    def open_runner(self, recorder, tmp_path):
+        def open_runner(advance=lambda *_: None, silent=(), **settings):
+            return runner_of(context_of(recorder, tmp_path, "true", **settings), advance, silent=silent)
 
-        return open_schedule
+        return open_runner
 
     @staticmethod
     def group(name, *places):
         return Group(TASK, name, [f"{name}-{place}" for place in places])
 
-    async def test_a_block_that_fails_ends_every_session_and_every_result(self, open_schedule, played):
+    async def test_a_block_that_fails_ends_every_session_and_every_result(self, open_runner, played):
         results = []
 
         async def fail():
-            async with open_schedule(concurrency=1) as running:
+            async with open_runner(concurrency=1) as running:
                 results.extend([await running.submit(self.group(name, 0)) for name in ("a", "b")])
                 await played.runs("a-0")
                 raise ZeroDivisionError
@@ -316,10 +325,10 @@ class TestWithoutPrograms:
         assert played.ends["a-0"].cancelled()
 
     async def test_a_block_is_left_when_its_groups_have_ended_after_their_retries_too(
-        self, open_schedule, played, monkeypatch
+        self, open_runner, played, monkeypatch
     ):
-        monkeypatch.setattr(schedule, "PAUSE_SECONDS", 0.0)
-        async with open_schedule(retries=1) as running:
+        monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 0.0)
+        async with open_runner(retries=1) as running:
             result = await running.submit(self.group("a", 0))
             ending = [
                 asyncio.create_task(played.end(*each)) for each in (("a-0", "infrastructure"), ("a-0~1", "completed"))
@@ -327,8 +336,8 @@ class TestWithoutPrograms:
         await asyncio.gather(*ending)
         assert [session.session_id for session in result.result()] == ["a-0", "a-0~1"]
 
-    async def test_one_who_waits_no_longer_for_a_group_stops_nobody(self, open_schedule, played):
-        async with open_schedule() as running:
+    async def test_one_who_waits_no_longer_for_a_group_stops_nobody(self, open_runner, played):
+        async with open_runner() as running:
             given_up, other = [await running.submit(self.group(name, 0)) for name in ("a", "b")]
             await played.runs("a-0", "b-0")
             given_up.cancel()
@@ -337,19 +346,18 @@ class TestWithoutPrograms:
             assert [session.status for session in await other] == ["completed"]
 
     async def test_sessions_that_are_stopped_are_no_failures_and_those_that_never_ran_are_not_counted(
-        self, open_schedule, played
+        self, open_runner, played
     ):
         told = []
-        async with open_schedule(lambda _, done, total: told.append((done, total)), give_up_after=2) as running:
+        async with open_runner(lambda _, done, total: told.append((done, total)), give_up_after=2) as running:
             result = await running.submit(self.group("a", *range(5)))
             await played.runs("a-0", "a-1")
             running.cancel("a", "too old")
             assert {session.error for session in await result} == {"too old"}
         assert told[-1] == (2, 2)
 
-    async def test_failures_of_a_group_that_is_apart_end_it_alone(self, open_schedule, played, monkeypatch):
-        monkeypatch.setattr(schedule.Engines, "silent", lambda _: [])
-        async with open_schedule(retries=0, give_up_after=2, concurrency=4) as running:
+    async def test_failures_of_a_group_that_is_apart_end_it_alone(self, open_runner, played):
+        async with open_runner(retries=0, give_up_after=2, concurrency=4) as running:
             other = await running.submit(self.group("b", 0), apart=True)
             failing = await running.submit(self.group("a", *range(9)), apart=True)
             await played.end("a-0", "infrastructure")
@@ -364,51 +372,49 @@ class TestWithoutPrograms:
         )
         assert len(sessions) == 3
 
-    async def test_failures_of_all_groups_count_together_while_an_engine_does_not_answer(
-        self, open_schedule, played, monkeypatch
-    ):
+    async def test_failures_of_all_groups_count_together_while_an_engine_does_not_answer(self, open_runner, played):
         async def run_three_groups_of_which_two_fail():
-            async with open_schedule(retries=0, give_up_after=2) as running:
+            async with open_runner(silent=["http://gone"], retries=0, give_up_after=2) as running:
                 for name in "abc":
                     await running.submit(self.group(name, 0), apart=True)
                 for name in "ab":
                     await played.end(f"{name}-0", "infrastructure")
 
-        monkeypatch.setattr(schedule.Engines, "silent", lambda _: ["http://gone"])
         with pytest.raises(RecorderError, match="gave up after 2 consecutive infrastructure failures; the last, b-0"):
             await run_three_groups_of_which_two_fail()
 
-    async def test_a_session_that_fails_in_a_way_that_nobody_thought_of_is_data(self, open_schedule, monkeypatch):
+    async def test_a_session_that_fails_in_a_way_that_nobody_thought_of_is_data(self, open_runner, monkeypatch):
         async def play(*_):
             raise OverflowError("cannot convert float infinity to integer")
 
         monkeypatch.setattr("rolltap.trainer.rollouts.session._play", play)
-        async with open_schedule(retries=2) as running:
+        async with open_runner(retries=2) as running:
             (session,) = await (await running.submit(self.group("nobody-thought-of-it", 0)))
         assert session.status == "infrastructure"
         assert session.error == (
             "the session could not be run: OverflowError('cannot convert float infinity to integer')"
         )
 
-    async def test_a_stop_that_comes_after_the_outcome_changes_nothing_of_it(self, open_schedule, monkeypatch):
+    async def test_a_stop_that_comes_after_the_outcome_changes_nothing_of_it(self, open_runner, monkeypatch):
         has_outcome = asyncio.Event()
 
-        async def run_session(stage, session, group, enter):
+        async def run_session(context, attempt, enter):
             await enter("running")
-            session.status, session.reward = "completed", 1.0
+            attempt.row = new_session(context, attempt)
+            attempt.row.status, attempt.row.reward = "completed", 1.0
             has_outcome.set()
             await asyncio.Event().wait()  # as the end of its row
 
-        monkeypatch.setattr(schedule, "run_session", run_session)
-        async with open_schedule(give_up_after=1) as running:
+        monkeypatch.setattr(worker, "run_session", run_session)
+        async with open_runner(give_up_after=1) as running:
             result = await running.submit(self.group("a", 0))
             await has_outcome.wait()
             running.cancel("a-0", "too old")
             (session,) = await result
         assert (session.status, session.reward, session.error) == ("completed", 1.0, None)
 
-    async def test_a_group_that_comes_after_a_failure_is_cancelled(self, open_schedule):
-        failing = open_schedule()
+    async def test_a_group_that_comes_after_a_failure_is_cancelled(self, open_runner):
+        failing = open_runner()
 
         async def fail():
             async with failing:
@@ -418,45 +424,41 @@ class TestWithoutPrograms:
             await fail()
         assert (await failing.submit(self.group("a", 0))).cancelled()
 
-    async def test_a_task_that_cannot_be_read_is_an_error_before_the_first_session(
-        self, recorder, tmp_path, played, monkeypatch
-    ):
-        monkeypatch.setattr(Task, "digest", lambda task: "d" if task.id == "count" else (tmp_path / "none").read_text())
-        bad = Group(TASK.model_copy(update={"id": "bad"}), "b", ["b-0"])
-        with pytest.raises(FileNotFoundError):
-            await run([self.group("a", 0), bad], stage_of(recorder, tmp_path, "true"))
-        assert played.ends == {}
+    async def test_a_task_that_cannot_be_read_is_data(self, recorder, tmp_path, open_runner, monkeypatch):
+        monkeypatch.setattr(Task, "digest", lambda task: Path(task.id, "none").read_text())
+        async with open_runner(retries=0) as running:
+            (session,) = await (await running.submit(self.group("unread", 0)))
+        assert session.status == "infrastructure"
+        assert "No such file or directory: 'count/none'" in session.error
 
-    async def test_a_group_may_have_a_stage_of_its_own(self, recorder, tmp_path, open_schedule, played):
+    async def test_a_group_that_evaluates_has_a_context_of_its_own(self, recorder, tmp_path, played):
         harness = Harness(name="other", program="sh", headless=[])
-        other = stage_of(SimpleNamespace(engine=recorder.engine, check=lambda: None), tmp_path, harness)
-        async with open_schedule() as running:
+        other = context_of(SimpleNamespace(engine=recorder.engine, check=lambda: None), tmp_path, harness)
+        evaluates = replace(self.group("b", 0), evaluates=True)
+        async with runner_of(context_of(recorder, tmp_path, "true"), evaluation=other) as running:
             first = await running.submit(self.group("a", 0))
-            second = await running.submit(self.group("b", 0), "7", stage=other, evaluates=True)
+            second = await running.submit(evaluates, "7")
             await played.end("a-0")
             await played.end("b-0")
             (one,), (two,) = await first, await second
         assert (one.harness, two.harness, two.policy_version) == ("sh", "other", "7")
-        assert (played.stages["b-0"], played.stages["a-0"] is other) == (other, False)
+        assert (played.contexts["b-0"], played.contexts["a-0"] is other) == (other, False)
 
-    async def test_the_recorder_of_the_own_stage_is_the_one_that_must_run(self, recorder, tmp_path, played):
+    async def test_the_recorder_of_an_evaluation_must_run_too(self, recorder, tmp_path, played):
         def check():
             raise RecorderError("the second recorder died")
 
-        stage = stage_of(recorder, tmp_path, "true")
-        dead = stage_of(SimpleNamespace(engine=recorder.engine, check=check), tmp_path, "true")
+        dead = context_of(SimpleNamespace(engine=recorder.engine, check=check), tmp_path, "true")
         with pytest.raises(RecorderError, match="the second recorder died"):
-            async with Schedule(stage, lambda *_: None) as running:
-                await running.submit(self.group("b", 0), stage=dead, evaluates=True)
+            async with runner_of(context_of(recorder, tmp_path, "true"), evaluation=dead) as running:
+                await running.submit(replace(self.group("b", 0), evaluates=True))
 
     async def test_groups_that_evaluate_have_their_share_from_the_start_and_then_what_is_left(
         self, recorder, tmp_path, played
     ):
-        stage, own = (stage_of(recorder, tmp_path, "true", concurrency=4, ready=0) for _ in range(2))
-        for each in (stage, own):
-            await each.digest(TASK)  # read before, so that the groups are submitted together
-        async with Schedule(stage, lambda *_: None, 0.5) as running:
-            await running.submit(self.group("b", 0, 1, 2), stage=own, evaluates=True)
+        context, own = (context_of(recorder, tmp_path, "true", concurrency=4, ready=0) for _ in range(2))
+        async with runner_of(context, evaluation=own, share=0.5) as running:
+            await running.submit(replace(self.group("b", 0, 1, 2), evaluates=True))
             first = await running.submit(self.group("a", 0, 1, 2))
             await played.runs("a-0", "a-1", "b-0", "b-1")
             assert len(played.ends) == 4
@@ -468,4 +470,4 @@ class TestWithoutPrograms:
                 await played.end(name)
             await played.end("b-2")
             assert [session.session_id for session in await first] == ["a-0", "a-1", "a-2"]
-            assert {name for name, stage in played.stages.items() if stage is own} == {"b-0", "b-1", "b-2"}
+            assert {name for name, context in played.contexts.items() if context is own} == {"b-0", "b-1", "b-2"}

@@ -10,7 +10,9 @@ import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.facts import (
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.traces.facts import (
     CallFact,
     EventFact,
     find_budget,
@@ -19,13 +21,10 @@ from rolltap.trainer.rollouts.facts import (
     model_places,
     on_loopback,
 )
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from tests.deep import cases
 from tests.scripted_engine import Answer, Say
-from tests.trainer.rollouts.stages import stage_of
+from tests.trainer.rollouts.contexts import context_of, run_groups
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -176,9 +175,9 @@ def play(tmp_path, engine, recorder_with, request):
         task = rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))
         headless = ["-c", ASKER + script]
         harness = rolltap.Harness(name="x", program=sys.executable, headless=headless, quirks=list(quirks))
-        stage = stage_of(recorder, tmp_path, harness, timeout=timeout)
+        context = context_of(recorder, tmp_path, harness, timeout=timeout)
         group = Group(task, "g", [re.sub(r"\W+", "-", request.node.name)])
-        (session,) = await run_groups([group], stage, policy_version=None, advance=lambda *_: None)
+        (session,) = await run_groups([group], context)
         batch = load_batch(recorder.path, [session.session_id], TraceOptions())
         assert len(batch.rewards) == (session.reward is not None)
         batch.ledger.check()
