@@ -19,54 +19,48 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import click
 from transformers import AutoTokenizer
 
 import rolltap
+from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.rollouts import schedule, session
-from rolltap.trainer.traces.facts import Facts
+from rolltap.trainer.rollouts import session, worker
+from rolltap.trainer.rollouts.node import Enter, SessionAttempt
+from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.facts import Facts
 from tests.bench import fleet
 from tests.bench.frame import Rows, command, model_option
 from tests.scripted_engine import Say, ScriptedEngine
-from tests.trainer.training.test_online import TASKS, Loop, sampled
+from tests.trainer.training.test_online import Loop, sampled
 
 GROUPS, SESSIONS = 8, 8
 """Groups of a step, and sessions of a group."""
 
 
 class Timed(Loop):
-    """A training of which sessions and steps take time. It is also the stage of its sessions, and their recorder."""
+    """A training of which sessions and steps take time. It is also the node of its sessions, and their recorder."""
 
-    runtime = SimpleNamespace(name="timed", warning=None)
-    harness = SimpleNamespace(name="timed", digest=str)
+    name = ""
 
     def __init__(self, folder: Path, median: float, slots: int, steps: int, ahead: int) -> None:
         settings = {"publish": "lora", "lora": {"r": 1}, "max_staleness": ahead, "adapters": ahead + 2}
         super().__init__(folder, groups_per_step=GROUPS, concurrency=slots, **settings)
         further = {"steps": steps + ahead + 1, "sessions": SESSIONS}  # a training that goes on after the measurement
-        self.recipe = self.config = self.recipe.model_copy(update=further)
+        self.recipe = self.recipe.model_copy(update=further)
+        self.slots = self.recipe.slots()
         self.steps = steps
-        self.median, self.recorder = median, self
-        self.digests = {task.id: "" for task in TASKS}
+        self.median = median
         self.running, self.busy, self.used, self.since = 0, 0.0, 0.0, time.monotonic()
         self.ages: list[float] = []
         self.stale, self.recorded = 0, 0
         self.lock = threading.Lock()
 
-    def check(self) -> None:
-        """Stand in for the recorder's."""
-
     def published_version(self) -> str:
         return self.published[-1]
-
-    async def digest(self, task: Task) -> str:
-        return ""
 
     def count(self, change: int) -> None:
         """Add to the number of sessions that run."""
@@ -75,8 +69,15 @@ class Timed(Loop):
         self.used += (now - self.since) * self.running
         self.since, self.running = now, self.running + change
 
-    async def session(self, stage, session, group, enter) -> Facts:
-        """Run a session in place of `run_session`."""
+    async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
+        """Run a session, as a node."""
+        session = Session(
+            session_id=attempt.session_id,
+            task_id=attempt.group.task.id,
+            group_id=attempt.group.group_id,
+            status="unknown",
+        )
+        attempt.row = session
         place = session.session_id.partition(".")[2]
         seconds = self.median * random.Random(place).lognormvariate(0, 1)
         await enter("running")
@@ -101,17 +102,17 @@ class Timed(Loop):
             self.writer.add_call(sampled(session.session_id, session.policy_version))
             self.writer.add_session(session)
 
-    def run_sessions(self, groups, version, evaluated):
-        return run_blocking(schedule.run_groups(groups, self, policy_version=version, advance=lambda *_: None))
+    def first_version(self, session_id: str) -> str | None:
+        return None
 
-    def open_schedule(self, advance):
-        return schedule.Schedule(self, advance)
+    def open_runner(self, advance, *, share):
+        return GroupRunner([self], advance, retries=0, give_up_after=8)
 
     def train(self, seconds: float) -> float:
         """Take the steps, which take so long each without their rollouts. Returns the seconds of all."""
         source = self.source(0)
         source.trainer.log_metrics = lambda metrics: self.ages.append(metrics.get("age/max", 0.0))
-        with RunWriter(self.folder, "never") as self.writer, patch.object(schedule, "run_session", self.session):
+        with RunWriter(self.folder, "never") as self.writer:
             began = self.since = time.monotonic()
             for step in range(self.steps):
                 source.trainer.state.global_step = step
@@ -121,7 +122,6 @@ class Timed(Loop):
                 time.sleep(seconds)
             self.count(0)
             taken = time.monotonic() - began
-            source._beside.close()
         return taken
 
 
@@ -141,14 +141,14 @@ FILES = 200
 """Files of the workspace."""
 
 
-async def hold_a_slot(stage, own, group, enter) -> Facts:
+async def hold_a_slot(context, attempt, enter) -> Facts:
     """Run a session that keeps its slot until it is judged."""
 
     async def enter_once(phase) -> None:
         if phase == "running":
             await enter(phase)
 
-    return await session.run_session(stage, own, group, enter_once)
+    return await session.run_session(context, attempt, enter_once)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def phases(model: Path, folder: Path, median: float, slots: int, engine: str | N
             if name != "ready 4":
                 stack.enter_context(patch.object(session, "prepare_ahead", lambda job: None))
             if name == "judges hold a slot":
-                stack.enter_context(patch.object(schedule, "run_session", hold_a_slot))
+                stack.enter_context(patch.object(worker, "run_session", hold_a_slot))
             began = time.monotonic()
             rolltap.rollout(
                 tasks,

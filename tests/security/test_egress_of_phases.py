@@ -11,13 +11,12 @@ from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import sandboxed
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.security.raw import listening
-from tests.trainer.rollouts.stages import ONE_CALL, stage_of
+from tests.trainer.rollouts.contexts import ONE_CALL, context_of, run_groups
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
 ASK = """
@@ -73,8 +72,8 @@ def judged(hosts, tmp_path, tokenizer, tokenizer_folder):
         with ScriptedEngine(tokenizer) as engine:
             engine.otherwise = lambda request: Say("Hi.")
             with Recorder(run, engine=engine.url, model=tokenizer_folder, options=options) as recorder:
-                stage = stage_of(recorder, tmp_path, script, runtime)
-                await run_groups([Group(task, "g", ["g-0"])], stage, policy_version=None, advance=lambda *_: 0)
+                context = context_of(recorder, tmp_path, script, runtime)
+                await run_groups([Group(task, "g", ["g-0"])], context)
         log = run / "logs" / "g-0.judge.log"
         return load_sessions(run)["g-0"], json.loads(log.read_text()), list(read_rows(run, "events"))
 

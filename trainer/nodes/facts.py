@@ -10,7 +10,7 @@ from rolltap.trainer.nodes.messages import Failure, Setup
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.resume import changed_parts
-from rolltap.trainer.rollouts.session import Stage
+from rolltap.trainer.rollouts.session import SessionContext
 from rolltap.trainer.rollouts.worker import keys_of
 from rolltap.trainer.tasks.task import Task
 
@@ -59,11 +59,11 @@ def examine(node: str, setup: Setup, tasks: Sequence[Task], policy: str, build: 
             worker.recorder.path.mkdir()
             fitting = run_blocking(worker.build(fitting)) if build else fitting
             weights = f"{check_engines(worker.recorder, said.append)},{policy}"
-            stage = Stage.of(worker.config, worker.harness, worker.runtime, worker.recorder, work)
-            keys = run_blocking(keys_of(fitting, stage, weights))
+            context = SessionContext.of(worker.config, worker.harness, worker.runtime, worker.recorder, work)
+            keys = run_blocking(keys_of(fitting, context, weights))
             names = [task.id for task in fitting]
             return Examined(
-                fitting, {name: stage.digests[name] for name in names}, dict(zip(names, keys, strict=True)), said
+                fitting, {name: context.digests[name] for name in names}, dict(zip(names, keys, strict=True)), said
             )
     except Exception as error:
         return Failure.of(error, node)

@@ -13,7 +13,7 @@ from rolltap.addons.errors import MissingPackageError, RolltapError, install_com
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.scheduler import Phase
+from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.rollouts.worker import Worker
 
 P = ParamSpec("P")

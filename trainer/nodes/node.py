@@ -30,7 +30,7 @@ from rolltap.trainer.nodes.facts import Examined, examine, require_alike
 from rolltap.trainer.nodes.messages import Failure, Package, Report, Setup, recorded, require_ray
 from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import Schedule
+from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.tasks.task import Task
 
 WAIT_SECONDS = 1.0
@@ -82,7 +82,7 @@ class Node:
         self.name = name
         self._setup = setup
         self._stack = ExitStack()
-        self._schedule: Schedule | None = None
+        self._schedule: GroupRunner | None = None
         self._running: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         """Set when the worker takes groups, or has ended."""
@@ -119,7 +119,7 @@ class Node:
 
     @recorded
     async def give(self, group: Group, policy: str, how: Mapping[str, Any]) -> None:
-        """Run sessions of a group, with the keywords of `Schedule.submit`. A group that it has is not taken twice."""
+        """Run sessions of a group, by `GroupRunner.submit`. A group that it has is not taken twice."""
         self._publish(policy)
         if self._schedule is None or group.group_id in self._groups:
             return
@@ -192,7 +192,7 @@ class Node:
         try:
             worker = await asyncio.to_thread(self._setup.worker, self._out)
             await asyncio.to_thread(worker.fit, tasks, self._setup.private)
-            async with worker, Schedule(worker.stage, lambda *_: None, ended=self._note) as self._schedule:
+            async with worker, worker.runner(lambda *_: None, ended=self._note) as self._schedule:
                 self._ready.set()
                 await self._closing.wait()
                 raise asyncio.CancelledError  # the schedule would wait for its sessions

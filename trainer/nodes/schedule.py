@@ -16,10 +16,9 @@ from rolltap.trainer.console import Advance
 from rolltap.trainer.nodes.fleet import Fleet, Member
 from rolltap.trainer.nodes.placement import Placement, run_again
 from rolltap.trainer.rollouts.outcomes import Tally
+from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.rollouts.resume import Group, place_of
-from rolltap.trainer.rollouts.schedule import OnEnd
-from rolltap.trainer.rollouts.scheduler import Phase
-from rolltap.trainer.rollouts.session import Stage
+from rolltap.trainer.rollouts.runner import OnEnd
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +42,13 @@ class _Given:
 
 
 class FleetSchedule:
-    """The methods of a `Schedule`, for the nodes of a fleet. An async context manager.
+    """The methods of a `GroupRunner`, for the nodes of a fleet. An async context manager.
 
     A node that is lost, or whose worker has failed, costs its running sessions: they have the status `infrastructure`
     and are retried on other nodes. Nodes that join the cluster get groups too.
 
-    Leaving the block raises `RecorderError` when no node is left, `UnreadableModelError` as a `Schedule`, and `OSError`
-    when the run folder cannot be written.
+    Leaving the block raises `RecorderError` when no node is left, `UnreadableModelError` as a `GroupRunner`, and
+    `OSError` when the run folder cannot be written.
     """
 
     def __init__(self, fleet: Fleet, advance: Advance, ended: OnEnd) -> None:
@@ -96,23 +95,21 @@ class FleetSchedule:
         group: Group,
         policy_version: str | None = None,
         *,
-        stage: Stage | None = None,
-        evaluates: bool = False,
         priority: int = 0,
         seconds: float = math.inf,
         apart: bool = False,
     ) -> asyncio.Future[list[Session]]:
-        """Take a group, as `Schedule.submit`, without a `stage` of its own: nodes have one."""
-        how = {"policy_version": policy_version, "evaluates": evaluates, "priority": priority, "apart": apart}
+        """Take a group, as `GroupRunner.submit`."""
+        how = {"policy_version": policy_version, "priority": priority, "apart": apart}
         result: asyncio.Future[list[Session]] = asyncio.get_running_loop().create_future()
         given = _Given(group, how, time.monotonic() + seconds, result)
         if self._over:
             result.cancel()
             return result
         self._groups[group.group_id] = given
-        self._tally.expect(group.task.id, len(group.session_ids))
+        self._tally.total += len(group.session_ids)
         if group.session_ids:
-            self._placement.submit(group.group_id, group.session_ids, evaluates=evaluates, priority=priority)
+            self._placement.submit(group.group_id, group.session_ids, evaluates=group.evaluates, priority=priority)
         self._end_if_over(given)
         asyncio.get_running_loop().call_soon(self._go_on)
         return result

@@ -33,7 +33,7 @@ from rolltap.trainer.nodes.schedule import FleetSchedule
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import OnEnd
+from rolltap.trainer.rollouts.runner import OnEnd
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task
 
@@ -119,7 +119,7 @@ class FleetWorker(Worker):
         with self._cleanup:
             run_blocking(self._fleet.close())
 
-    def schedule(self, advance: Advance, *, ended: OnEnd = lambda *_: None, **_: Any) -> FleetSchedule:
+    def runner(self, advance: Advance, *, ended: OnEnd = lambda *_: None, **_: Any) -> Any:
         """Return a schedule of sessions on the nodes, each of which has one slot for groups that evaluate."""
         return FleetSchedule(self._fleet, advance, ended)
 
@@ -132,7 +132,7 @@ class FleetWorker(Worker):
         **_: Any,
     ) -> list[Session]:
         """Run the sessions of groups, and return them, all attempts."""
-        async with self.schedule(advance) as schedule:
+        async with self.runner(advance) as schedule:
             results = [await schedule.submit(group, policy_version) for group in groups]
             return [session for result in results for session in await result]
 

@@ -23,13 +23,13 @@ from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
-from rolltap.trainer.traces.facts import model_places, on_loopback
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.provenance import set_provenance
 from rolltap.trainer.rollouts.session import end_recorded
 from rolltap.trainer.rollouts.worker import given_tasks, roll_out
 from rolltap.trainer.service.serve import serve
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.facts import model_places, on_loopback
 
 if TYPE_CHECKING:
     from rolltap.trainer.doctor.diagnosis import Diagnosis

@@ -205,13 +205,13 @@ class LocalNode:
 
     def __init__(self, slots: Slots, context_of: Callable[[Group], Awaitable[SessionContext]]) -> None:
         self.slots = slots
-        self._context_of = context_of
+        self.context_of = context_of
         self._contexts: dict[str, SessionContext] = {}
         """Session that runs -> its context."""
 
     async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
         """Run a session: see `Node.run`."""
-        context = await self._context_of(attempt.group)
+        context = await self.context_of(attempt.group)
         context.recorder.check()
         self._contexts[attempt.session_id] = context
         try:

@@ -34,7 +34,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
-from rolltap.trainer.rollouts.schedule import GroupSchedule
+from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.service.events import EVENT, EVENT_KINDS, Accepted, AnyEvent, Cancelled, GroupEnded, Published
 from rolltap.trainer.service.journal import Journal
@@ -100,7 +100,7 @@ class Groups:
     """The groups of a service. `run` runs them; other methods may be called at any time, by the same event loop.
 
     `worker` has not started; `tasks` are as it runs them. At most `most` sessions wait or run. `share` is that of the
-    slots which groups that evaluate have, see `Schedule`. `hosts` are those of `require_portable`.
+    slots which groups that evaluate have, see `GroupRunner`. `hosts` are those of `require_portable`.
 
     The constructor raises as `Journal`.
     """
@@ -114,7 +114,7 @@ class Groups:
         """Id -> digest, of the tasks that were loaded or came with requests."""
         self.journal = Journal(self.path)
         self.engines = Engines(worker.recorder.engine)
-        self.schedule: GroupSchedule | None = None
+        self.schedule: GroupRunner | None = None
         """None while the recorder is not running."""
         self.problem: str | None = "the recorder is starting"
         self.policies: dict[str, int] = {}
@@ -208,7 +208,7 @@ class Groups:
     async def _run(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
         try:
-            async with self.worker, self.worker.schedule(_silent, share=self._share, ended=self._note) as schedule:
+            async with self.worker, self.worker.runner(_silent, share=self._share, ended=self._note) as schedule:
                 self.worker.digests.update(self.digests)
                 self._recorded = Recorded((await asyncio.to_thread(load_sessions, self.path)).values())
                 self._calls = await asyncio.to_thread(SessionIndex, self.path, "calls")
@@ -358,7 +358,7 @@ class Groups:
         self._accepted[name].ended = number
         self._open.pop(name).over.set()
 
-    async def _start(self, schedule: GroupSchedule, name: str) -> None:
+    async def _start(self, schedule: GroupRunner, name: str) -> None:
         """Run what is missing of an open group."""
         group, request = self._open[name], self._open[name].request
         if group.task is None:
@@ -368,7 +368,7 @@ class Groups:
                 self._do(self._end(name, nothing))
             return
         group.writes = []  # the earlier ones have ended; one that failed is done again
-        given = Group(group.task, name, request.session_ids, sampling=request.sampling)
+        given = Group(group.task, name, request.session_ids, sampling=request.sampling, evaluates=request.evaluation)
         for session in self._recorded.attempts(given):
             if session.session_id not in group.known:  # it ended, and the service before its event
                 self._note(replace(session, group_id=name), 0.0)  # somebody may have changed it
@@ -381,9 +381,7 @@ class Groups:
         missing = replace(
             given, session_ids=[each for each in again if failures[place_of(each)] <= self.worker.config.retries]
         )
-        result = await schedule.submit(
-            missing, evaluates=request.evaluation, priority=request.priority, seconds=seconds, apart=True
-        )
+        result = await schedule.submit(missing, priority=request.priority, seconds=seconds, apart=True)
         self._do(self._end(name, result))
 
     def _note(self, session: Session, judging: float) -> None:

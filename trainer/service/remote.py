@@ -73,13 +73,13 @@ class RemoteWorker:
     def __exit__(self, *error: object) -> None:
         """Leave the groups that run: the next start finds them at the service."""
 
-    def schedule(self, advance: Advance, **_: Any) -> "RemoteSchedule":
+    def runner(self, advance: Advance, **_: Any) -> "RemoteSchedule":
         """Return a schedule for groups that come one after the other."""
         return RemoteSchedule(self._client.asynchronous, self._sessions, self._sampling, advance)
 
 
 class RemoteSchedule:
-    """Groups that run on a service beside each other, as in a `Schedule`. An async context manager."""
+    """Groups that run on a service beside each other, as a `GroupRunner` runs them. An async context manager."""
 
     def __init__(
         self,

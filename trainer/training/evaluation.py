@@ -35,7 +35,7 @@ class Evaluations:
 
     def __init__(self, recipe: Recipe, run: Path, say: Callable[[str], object]) -> None:
         self.worker: Worker
-        """It has the stage of the sessions. `check` makes it, and the caller enters and leaves it."""
+        """It has the context of the sessions. `check` makes it, and the caller enters and leaves it."""
         self.tasks: Sequence[Task] = ()
         """Held-out tasks, as they will be run; none without the table."""
         self._recipe = recipe
@@ -153,7 +153,8 @@ class Evaluations:
     def _all(self, version: Version) -> list[Group]:
         """Return a group of each task. Its id is of no training group, not even of one of the same task."""
         sessions = self._table.sessions
-        return [step_group(version, 0, task, sessions, EVALUATION) for task in self.tasks]
+        groups = [step_group(version, 0, task, sessions, EVALUATION) for task in self.tasks]
+        return [replace(group, evaluates=True) for group in groups]
 
     def _ended(self, version: Version) -> Mapping[str, Session]:
         """Return the sessions that need not be tried again, by the ids that they have in the version's attempt."""

@@ -142,6 +142,8 @@ class OnlineTraces(Source):
         stack.enter_context(self._worker)
         if recipe.evaluation is not None:
             stack.enter_context(self._evaluations.worker)
+            if isinstance(self._worker, Worker):
+                self._worker.evaluation = self._evaluations.worker
         self.take(attempt, Serving(recipe, self._engines, folder, self._run), stack)
         return attempt
 
@@ -162,7 +164,7 @@ class OnlineTraces(Source):
             share = recipe.evaluation.share
         self._rollouts = AsyncRollouts(
             starts,
-            partial(self._worker.schedule, share=share),
+            partial(self._worker.runner, share=share),
             finished=self._ended_before,
         )
         stack.enter_context(self._rollouts)
@@ -348,7 +350,7 @@ class OnlineTraces(Source):
         """Start the evaluation of published weights, if one is due."""
         groups = self._evaluations.begin(version, last=last)
         if groups:
-            self._rollouts.evaluate(groups, self._evaluations.worker.stage)
+            self._rollouts.evaluate(groups)
 
     def _end_evaluation(self, version: Version) -> None:
         """Wait for the evaluation beside the steps, and append the metrics of the weights a step before `version`."""

@@ -22,8 +22,7 @@ from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import GroupSchedule
-from rolltap.trainer.rollouts.session import Stage
+from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.service.remote import RemoteSchedule
 from rolltap.trainer.training.steps import placed
 
@@ -95,7 +94,7 @@ class AsyncRollouts:
     def __init__(
         self,
         starts: Starts,
-        open_schedule: Callable[[Advance], GroupSchedule | RemoteSchedule],
+        open_schedule: Callable[[Advance], GroupRunner | RemoteSchedule],
         *,
         finished: Callable[[Group], Mapping[str, Session]],
     ) -> None:
@@ -151,10 +150,10 @@ class AsyncRollouts:
         await self._submit(number, group)
 
     @_in_loop
-    async def evaluate(self, groups: Sequence[Group], stage: Stage) -> None:
+    async def evaluate(self, groups: Sequence[Group]) -> None:
         """Start the groups of an evaluation beside the others."""
         for group in groups:
-            result = await self._schedule.submit(group, stage=stage, evaluates=True)
+            result = await self._schedule.submit(group)
             self._evaluated.append(result)
 
     @_in_loop

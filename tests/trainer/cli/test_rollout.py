@@ -19,10 +19,10 @@ from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.cli.main import rolltap as command
 from rolltap.trainer.console import Watch
-from rolltap.trainer.traces.facts import DISTRUST
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.tasks.content import content_digest
+from rolltap.trainer.traces.facts import DISTRUST
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.boxes import copy_programs, imported, require_podman
 from tests.deep import cases

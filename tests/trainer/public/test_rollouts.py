@@ -9,7 +9,7 @@ import pytest
 import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.rollouts import schedule
+from rolltap.trainer.rollouts import runner
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from tests.deep import cases
 from tests.scripted_engine import Say
@@ -161,7 +161,7 @@ def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_
 
 
 def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr(schedule, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.0)
     tried = tmp_path / "tried"
     script = f"import os, sys\nif not os.path.exists({str(tried)!r}): open({str(tried)!r}, 'w'); sys.exit(1)\n"
     harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])

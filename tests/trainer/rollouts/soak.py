@@ -21,7 +21,7 @@ from typing import Any
 import rolltap
 from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec
-from rolltap.trainer.rollouts import schedule
+from rolltap.trainer.rollouts import runner, worker
 from tests.conftest import free_port
 from tests.scripted_engine import Reply, Say, ScriptedEngine
 
@@ -59,13 +59,14 @@ class BadDay(ProcessRuntime):
 
 
 def roll_out(engine: str, model: str, out: str) -> None:
-    run_session = schedule.run_session
+    run_session = worker.run_session
 
-    async def named(stage: Any, session: Any, *how: Any) -> Any:
-        _current.set(session.session_id)
-        return await run_session(stage, session, *how)
+    async def named(context: Any, attempt: Any, enter: Any) -> Any:
+        _current.set(attempt.session_id)
+        return await run_session(context, attempt, enter)
 
-    schedule.run_session, schedule.PAUSE_SECONDS = named, 0.0
+    worker.run_session = named
+    runner.PAUSE_SECONDS = 0.0
     rolltap.rollout(
         [
             rolltap.Task(id=f"t{number}", instruction="go", evaluate=["sh", "-c", "test -s answer.txt"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rolltap.addons.store.records import UNREWARDED, Session
 from rolltap.trainer.boxes.runtime import Ended
 from rolltap.trainer.judges.verdict import Judged
-from rolltap.trainer.rollouts.outcomes import Outcome, Tally, is_judged, outcome
+from rolltap.trainer.rollouts.outcomes import Failures, Outcome, Tally, is_judged, outcome
 from rolltap.trainer.traces.facts import Facts
 
 GOOD = Facts(completed_calls=2)
@@ -85,31 +85,34 @@ def test_the_progress_line_has_every_count():
     )
 
 
+def fail(failures, status, *names, facts=GOOD, task="t"):
+    for name in names:
+        failures.add(Session(session_id=name, task_id=task, status=status), facts)
+
+
 def test_places_in_a_row_that_say_nothing_of_the_policy_are_counted_each_once():
-    tally = Tally(total=9)
-    add(tally, "infrastructure", facts=GOOD, name="a")
-    add(tally, "timeout", facts=Facts(), name="b")
-    add(tally, "unjudged", name="c")
-    for attempt in ("a~1", "a~2"):
-        add(tally, "infrastructure", again=True, name=attempt)
-    assert tally.failures_in_a_row == 3
-    add(tally, "completed", 1.0, facts=None, name="e")  # it was stopped when it had its outcome
-    assert tally.failures_in_a_row == 3
-    add(tally, "failed", 0.0, name="d")
-    assert tally.failures_in_a_row == 0
-    tally = Tally()
-    tally.expect("bad", 6)
-    tally.expect("other", 3)  # one of several tasks says nothing of the others
-    for name in "abcdef":
-        add(tally, "infrastructure", name=name, task="bad")
-    assert tally.failures_in_a_row == 0
-    add(tally, "infrastructure", name="g", task="other")
-    assert tally.failures_in_a_row == 7
+    failures = Failures()
+    fail(failures, "infrastructure", "a")
+    fail(failures, "timeout", "b", facts=Facts())
+    fail(failures, "unjudged", "c")
+    fail(failures, "infrastructure", "a~1", "a~2")
+    assert failures.in_a_row == 3
+    fail(failures, "failed", "d")
+    assert failures.in_a_row == 0
+
+
+def test_failures_of_one_task_of_several_say_nothing_of_the_others():
+    failures = Failures({"bad", "other"})
+    fail(failures, "infrastructure", *"abcdef", task="bad")
+    assert failures.in_a_row == 0
+    fail(failures, "infrastructure", "g", task="other")
+    assert failures.in_a_row == 7
 
 
 def test_forks_that_diverge_do_not_end_a_rollout_as_failures_of_ours_do():
-    tally = Tally()
+    failures, tally = Failures(), Tally()
     for number in range(9):
+        fail(failures, "diverged", str(number), facts=Facts(diverged="diverged at call 1"))
         add(tally, "diverged", facts=Facts(diverged="diverged at call 1"), name=str(number))
-    assert tally.failures_in_a_row == 0
+    assert failures.in_a_row == 0
     assert tally.unrewarded == 9

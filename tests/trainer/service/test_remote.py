@@ -21,8 +21,8 @@ def worker_of(service, scripted, **other):
 
 
 async def run(worker, group, told):
-    async with worker.schedule(lambda *what: told.append(what[1:])) as schedule:
-        return await (await schedule.submit(group))
+    async with worker.runner(lambda *what: told.append(what[1:])) as runner:
+        return await (await runner.submit(group))
 
 
 @pytest.fixture

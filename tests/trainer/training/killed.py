@@ -40,7 +40,7 @@ from tests.trainer.training.stand_ins import (
     FakeRecorder,
     FolderEngine,
     Points,
-    schedule_by,
+    runner_by,
     write_inputs,
 )
 
@@ -196,7 +196,8 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         FolderEngine.folder, FolderEngine.points = folder / "engine", points
         FolderEngine.model = folder.parents[1] / "model"
         engines.EngineAdmin = FolderEngine
-        worker.Recorder, worker.Schedule = FakeRecorder, schedule_by(points)
+        worker.Recorder = FakeRecorder
+        worker.GroupRunner = runner_by(points)
         call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
 
         def stepped(source: online.OnlineTraces) -> None:

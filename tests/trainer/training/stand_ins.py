@@ -27,7 +27,6 @@ from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import Models, Sampled
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.session import Stage
 from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.training.step.tiny import VOCABULARY, tiny_model, tokenizer
 
@@ -198,14 +197,14 @@ class FakeRecorder:
         pass
 
 
-def schedule_by(points: Points) -> type:
-    """Return a class that stands in for `Schedule`. A group ends as soon as it is submitted."""
+def runner_by(points: Points) -> type:
+    """Return a class that stands in for `GroupRunner`. A group ends as soon as it is submitted."""
 
     class AtOnce:
         running = 0
 
-        def __init__(self, stage: Stage, advance: Any, share: float = 0.0) -> None:
-            self.stage = stage
+        def __init__(self, nodes: Any, advance: Any, **_: Any) -> None:
+            (self.node,) = nodes
 
         async def __aenter__(self) -> "AtOnce":
             return self
@@ -213,11 +212,10 @@ def schedule_by(points: Points) -> type:
         async def __aexit__(self, *error: object) -> None:
             pass
 
-        async def submit(
-            self, group: Group, stage: Stage | None = None, evaluates: bool = False
-        ) -> asyncio.Future[list[Session]]:
+        async def submit(self, group: Group) -> asyncio.Future[list[Session]]:
             result = asyncio.get_running_loop().create_future()
-            run = (stage or self.stage).recorder.path
+            context = await self.node.context_of(group)
+            run = context.recorder.path
             result.set_result(record_group(run, group, PolicyFile(run).read().version, points))
             return result
 

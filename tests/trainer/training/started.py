@@ -19,7 +19,7 @@ from rolltap.trainer.cli.main import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
-from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, schedule_by
+from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, runner_by
 
 
 class RecorderWithChild(FakeRecorder):
@@ -67,14 +67,14 @@ def publish_is_refused(folder: Path) -> None:
 
 
 def _in_second_rollout(act: Callable[[], None]) -> None:
-    submit = worker.Schedule.submit
+    submit = worker.GroupRunner.submit
 
     async def acting(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        if PolicyFile(schedule.stage.recorder.path).read().version.split(".")[1] == "1":
+        if PolicyFile((await schedule.node.context_of(args[0])).recorder.path).read().version.split(".")[1] == "1":
             act()
         return await submit(schedule, *args, **kwargs)
 
-    worker.Schedule.submit = acting
+    worker.GroupRunner.submit = acting
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
@@ -90,7 +90,7 @@ def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) ->
         set_in(FolderEngine, name, value)
     set_in(engines, "EngineAdmin", FolderEngine)
     set_in(worker, "Recorder", RecorderWithChild)
-    set_in(worker, "Schedule", schedule_by(points))
+    set_in(worker, "GroupRunner", runner_by(points))
 
 
 def start(folder: Path, fault: str) -> None:

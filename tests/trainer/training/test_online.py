@@ -132,10 +132,10 @@ class Loop:
     def source(self, number, attempt=0):
         """Yield a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
-        source._worker = SimpleNamespace(schedule=self.open_schedule)
+        source._worker = SimpleNamespace(runner=self.open_runner)
         source._tasks = {task.id: task for task in TASKS}
         if self.recipe.evaluation is not None:
-            source._evaluations.tasks, source._evaluations.worker = HELD_OUT, SimpleNamespace(stage=None)
+            source._evaluations.tasks, source._evaluations.worker = HELD_OUT, SimpleNamespace()
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number),
             args=SimpleNamespace(max_steps=9),
@@ -158,7 +158,7 @@ class Loop:
             return [{"task_id": task} for task in self.tasks[step]]
         return [{"task_id": TASKS[number % 5].id} for number in range(step * groups, (step + 1) * groups)]
 
-    def open_schedule(self, advance, *, share):
+    def open_runner(self, advance, *, share):
         return AtOnce(self, advance)
 
     def step(self, number, tasks, attempt=0):
@@ -177,7 +177,7 @@ class Loop:
 
 
 class AtOnce:
-    """A schedule that runs a group as soon as it gets it, by the weights that are published then. Those of the tasks in
+    """A runner that runs a group as soon as it gets it, by the weights that are published then. Those of the tasks in
     `loop.held` end when the test calls what is in `loop.waiting`; `forks` are all forks."""
 
     running = 0
@@ -191,10 +191,10 @@ class AtOnce:
     async def __aexit__(self, *error):
         pass
 
-    async def submit(self, group, stage=None, evaluates=False):
+    async def submit(self, group):
         events = asyncio.get_running_loop()
         result = events.create_future()
-        sessions = self.loop.run_sessions(group, self.loop.published[-1], evaluates)
+        sessions = self.loop.run_sessions(group, self.loop.published[-1], group.evaluates)
         name = "forks" if group.fork else group.task.id
         if name in self.loop.held:
             end = partial(events.call_soon_threadsafe, result.set_result, sessions)
