@@ -103,6 +103,11 @@ async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
     return await finished_in(_FOLDER_THREADS, function, *args, **kwargs)
 
 
+def submit_folder_work(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call a function in such a thread, and do not wait for it."""
+    _FOLDER_THREADS.submit(function, *args, **kwargs)
+
+
 def backoff(retries: int | None, first: float, longest: float = math.inf) -> Iterator[float | None]:
     """Yield the pause in seconds after each attempt of a loop, and None after the last one. None as
     `retries`: no end.
@@ -130,6 +135,10 @@ class Once(Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._made)
+
+    def forget(self, key: K) -> None:
+        """Make the value of a key again for the next who asks."""
+        self._made.pop(key, None)
 
     async def get(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
         """Return the value of a key. Raises what `make` raises."""

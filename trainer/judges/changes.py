@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ _MAX_DIFF_BYTES = 1 << 20
 _MAX_DIFF_FILE_BYTES = 256 << 10
 _MAX_DIFF_FILE_LINES = 4000
 """difflib's time grows with the square of the lines."""
+_KNOWN_STARTS = 32
+"""Starts whose digests are kept. One of 40,000 files takes some 20 MB."""
 _MAX_LISTED = 100
 _MAX_SHOWN = 300
 """Characters of a path in the evidence."""
@@ -129,24 +132,31 @@ def _shown(path: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
 
 
-def find_changes(start: Path, workspace: Path, *, seconds: float = MAX_SECONDS) -> Changes:
+def find_changes(
+    start: Path,
+    workspace: Path,
+    *,
+    digest: str | None = None,
+    seconds: float = MAX_SECONDS,
+) -> Changes:
     """Compare the start with the workspace that an agent left. No process may run in it any more.
 
-    Files are compared by content: times can be set. A repository's own files (`.git`) and compiled Python are not
-    looked at. Sizes are added up before a file is read.
+    The workspace is compared by content: an agent can set a file's times, and not every filesystem
+    has a new one after a change through mapped memory. A repository's own files (`.git`) and
+    compiled Python are not looked at. Sizes are added up before a file is read.
 
-    Raises `TooMuchError` for a workspace that cannot be judged for what the agent left in it, or that takes longer than
-    `seconds`; `InputError` for such a start; `OSError` for a fault of this machine.
+    `digest` is one of the start's content. With it the start is read once for many comparisons.
+
+    Raises `TooMuchError` for a workspace that cannot be judged for what the agent left in it, or
+    that takes longer than `seconds`; `InputError` for such a start; `OSError` for a fault of this
+    machine.
     """
-    try:
-        before = folders.scan(start)
-    except TooMuchError as error:
-        raise InputError(f"the task's start: {error}") from error
+    before = _read_start(start) if digest is None else _known_start(start, digest)
     end = time.monotonic() + seconds
     try:
         after = folders.scan(workspace, stat.S_IRWXU)
         _require_bounded(before, after)
-        _hash_changed(start, workspace, before, after, end)
+        _hash_files(workspace, after, end)
     except OSError as error:
         if is_of_the_machine(error):
             raise
@@ -176,21 +186,37 @@ def _require_bounded(before: Tree, after: Tree) -> None:
         raise TooMuchError(f"the agent changed more than {MAX_CHANGED_BYTES >> 30} GiB of files")
 
 
-def _hash_changed(start: Path, workspace: Path, before: Tree, after: Tree, end: float) -> None:
-    """Set the digests of the files that may have changed, in both trees. `end` is of the clock `time.monotonic`."""
+def _hash_files(workspace: Path, after: Tree, end: float) -> None:
+    """Set the digests of the files of a workspace. `end` is of the clock `time.monotonic`."""
     for path, entry in list(after.entries.items()):
         if entry.kind != "file" or entry.size > MAX_FILE_BYTES:
             continue
         if time.monotonic() > end:
             raise TooMuchError("comparing the workspace with the start took too long")
         try:
-            after.entries[path] = dataclasses.replace(entry, digest=folders.file_digest(workspace, path, stat.S_IRUSR))
+            digest = folders.file_digest(workspace, path, stat.S_IRUSR)
+            after.entries[path] = dataclasses.replace(entry, digest=digest)
         except PermissionError:
             after.refused[path] = "unreadable"
             del after.entries[path]
-        old = before.entries.get(path)
-        if old is not None and old.kind == "file" and old.size <= MAX_FILE_BYTES:
-            before.entries[path] = dataclasses.replace(old, digest=folders.file_digest(start, path))
+
+
+def _read_start(start: Path) -> Tree:
+    """Return what is in a start, with the digests of its files. Raises `InputError` and `OSError`."""
+    try:
+        tree = folders.scan(start)
+    except TooMuchError as error:
+        raise InputError(f"the task's start: {error}") from error
+    for path, entry in list(tree.entries.items()):
+        if entry.kind == "file" and entry.size <= MAX_FILE_BYTES:
+            tree.entries[path] = dataclasses.replace(entry, digest=folders.file_digest(start, path))
+    return tree
+
+
+@lru_cache(maxsize=_KNOWN_STARTS)
+def _known_start(start: Path, digest: str) -> Tree:
+    """Do what `_read_start` does, once for a start with this digest."""
+    return _read_start(start)
 
 
 def _diff(

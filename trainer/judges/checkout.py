@@ -228,7 +228,7 @@ async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
         await checkout.box.settle()
         result = AgentResult(checkout.workspace, checkout.workspace.parent / "home")
         try:
-            changes = await in_folder_thread(find_changes, job.start.folder, result.workspace)
+            changes = await in_folder_thread(find_changes, job.start.folder, result.workspace, digest=job.start.digest)
         except TooMuchError as error:
             raise UnjudgedError(f"what {spec.run[0]!r} left cannot be judged: {error}") from error
         refused = {**checkout.changes.refused, **changes.refused}
@@ -361,7 +361,7 @@ def _lay_tests(job: JudgeJob, spec: OneJudge, workspace: Path) -> set[str]:
     laid: set[str] = set()
     if isinstance(spec, PytestJudge) and spec.test_patch:
         _apply_patch(spec.test_patch, workspace)
-        patched = find_changes(job.start.folder, workspace)
+        patched = find_changes(job.start.folder, workspace, digest=job.start.digest)
         laid |= {*(path for path, entry in patched.changed.items() if entry.kind != "folder"), *patched.deleted}
     if spec.tests is not None:
         laid |= _lay(spec.tests, workspace)

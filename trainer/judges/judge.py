@@ -118,7 +118,7 @@ async def judge(job: JudgeJob) -> Judged:
     assert job.result is not None
     spec = job.task.effective_judge
     try:
-        changes = await in_folder_thread(find_changes, job.start.folder, job.result.workspace)
+        changes = await in_folder_thread(find_changes, job.start.folder, job.result.workspace, digest=job.start.digest)
     except TooMuchError as error:
         return Judged(reward=worst_reward(spec), evidence={"judge": spec.kind, "too_much": str(error)})
     (job.logs / f"{job.name}.diff").write_text(changes.diff, encoding="utf-8")

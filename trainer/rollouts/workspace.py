@@ -1,42 +1,90 @@
-"""The folders that sessions start from: pristine, without later git history, made once per task."""
+"""The folders that sessions start from: pristine, without later git history, made once per task as
+long as there is room for them."""
 
 import asyncio
 import shutil
+import tempfile
+import weakref
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.runtime import ImageRuntime, Runtime, remove_folder
-from rolltap.trainer.concurrency import Once, in_folder_thread
+from rolltap.trainer.boxes.watch import disk_bytes
+from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end, submit_folder_work
 from rolltap.trainer.tasks.content import Start, content_digest, copy_content, is_bare
 from rolltap.trainer.tasks.git import give_history, require_inside
 from rolltap.trainer.tasks.task import Task
+
+KEPT_BYTES = 16 << 30
+"""Space on disk of the starts that are kept for later sessions of their tasks."""
 
 
 class Starts:
     """The starts of a rollout's tasks, each made on first use.
 
+    When the starts take more than `kept_bytes`, those that were used least recently are forgotten.
+    Such a folder is removed when nobody holds its `Start` any more, and made again when it is
+    asked for.
+
     Args:
-        folder: For the starts: a place that no session sees. What is there of a task already is replaced.
+        folder: For the starts: a place that no session sees.
         runtime: Copies workspaces out of images, if it has any.
+        kept_bytes: Space on disk.
     """
 
-    def __init__(self, folder: Path, runtime: Runtime) -> None:
+    def __init__(self, folder: Path, runtime: Runtime, kept_bytes: float = KEPT_BYTES) -> None:
         self._folder = folder
         self._runtime = runtime
+        self._kept_bytes = kept_bytes
         self._made: Once[str, Start] = Once()
+        self._digests: dict[str, str] = {}
+        """Task id -> digest of the start that its first sessions had."""
+        self._kept: dict[str, tuple[Start, float]] = {}
+        """Task id -> start and its bytes, least recently used first."""
+        self._bytes = 0.0
 
     async def of(self, task: Task) -> Start:
         """Return the start of a task. Raises `InputError`, which names the task, and `OSError` for a full disk."""
         try:
-            return await self._made.get(task.id, lambda: self._make(task))
+            start = await self._made.get(task.id, lambda: self._make(task))
         except InputError as error:
             raise InputError(f"task {task.id!r}: {error}") from error
+        if task.id in self._kept:
+            self._kept[task.id] = self._kept.pop(task.id)
+        self._forget_over_limit()
+        return start
+
+    def _forget_over_limit(self) -> None:
+        while self._bytes > self._kept_bytes and len(self._kept) > 1:
+            name = next(iter(self._kept))
+            start, size = self._kept.pop(name)
+            self._bytes -= size
+            self._made.forget(name)
+            unused = weakref.finalize(start, submit_folder_work, remove_folder, start.folder.parent)
+            unused.atexit = False  # the whole folder is removed then
 
     async def _make(self, task: Task) -> Start:
-        target = self._folder / task.id
-        source = self._folder / f"{task.id}~image"
-        for leftover in (target, source):
-            await asyncio.to_thread(remove_folder, leftover)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(dir=self._folder))
+        try:
+            start = await self._make_in(place, task)
+            if self._digests.setdefault(task.id, start.digest) != start.digest:
+                raise InputError(
+                    "its start has changed since the first session of this rollout: leave its folder "
+                    "alone while a rollout runs"
+                )
+            size = await in_folder_thread(disk_bytes, [place])
+        except BaseException:
+            await run_to_end(remove_folder, place)
+            raise
+        size = min(size, self._kept_bytes)  # one that cannot be counted has no size
+        self._bytes += size
+        self._kept[task.id] = start, size
+        return start
+
+    async def _make_in(self, place: Path, task: Task) -> Start:
+        target = place / "start"
+        source = place / "image"
         try:
             if task.workspace is not None:
                 await in_folder_thread(make_start, task.workspace, target, task.commit)

@@ -14,7 +14,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.git import head_commit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Start:
     """The pristine workspace that the sessions of a task start from.
 

@@ -126,15 +126,25 @@ def test_a_very_deep_folder_is_bounded(tmp_path, monkeypatch):
 
 
 def test_files_with_holes_are_too_much_before_one_is_read_and_time_is_bounded(tmp_path, monkeypatch):
-    start, workspace = trees(tmp_path, {"a": b"1"}, {"a": b"1", **{str(number): b"" for number in range(9)}})
+    start, workspace = trees(tmp_path, {}, {str(number): b"" for number in range(9)})
     for number in range(9):
         os.truncate(workspace / str(number), 512 << 20)
     monkeypatch.setattr(folders, "file_digest", None)
     with pytest.raises(TooMuchError, match="changed more than 4 GiB"):
         find_changes(start, workspace)
     monkeypatch.undo()
+    build(tmp_path / "small", {"a": b"1"})
     with pytest.raises(TooMuchError, match="took too long"):
-        find_changes(start, start, seconds=-1)
+        find_changes(start, tmp_path / "small", seconds=-1)
+
+
+def test_a_start_is_read_once_for_all_that_is_compared_with_it(tmp_path):
+    start, workspace = trees(tmp_path, {"same": b"1", "gone": b"2"}, {"same": b"1", "new": b"3"})
+    changes = find_changes(start, workspace, digest="of this start")
+    assert changes.files == ["gone", "new"]
+    (start / "same").write_bytes(b"4")
+    assert find_changes(start, workspace, digest="of this start") == changes
+    assert find_changes(start, workspace, digest="of another").files == ["gone", "new", "same"]
 
 
 def test_long_paths_are_refused_and_their_sum_is_bounded(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.workspace import Starts
+from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
 from tests.trainer.tasks.checkouts import SECRET, commit, find_secret, git, make_repository
 
@@ -274,13 +276,62 @@ def test_a_start_is_made_once_and_its_digest_is_of_its_content(repository, tmp_p
     assert start_of(tmp_path / "c", make_task(workspace=folder)).digest != first.digest
 
 
+def task_of(folder, name):
+    """Return a task whose workspace has one file of 100 KB."""
+    workspace = folder / name
+    workspace.mkdir(exist_ok=True)
+    (workspace / "file").write_text(name * 100_000)
+    return Task(id=name, instruction="Do it.", evaluate=["true"], workspace=workspace)
+
+
+async def removed(start):
+    """Wait until a start has been removed."""
+    while start.folder.exists():
+        await asyncio.to_thread(gc.collect)
+
+
+async def test_the_starts_that_nobody_uses_are_removed_the_one_that_waited_longest_first(tmp_path):
+    starts = Starts(tmp_path / "starts", None, kept_bytes=250_000)
+    tasks = {name: task_of(tmp_path, name) for name in "abc"}
+    folders = {name: (await starts.of(tasks[name])).folder for name in "ab"}
+    await starts.of(tasks["a"])
+    await starts.of(tasks["c"])
+    await removed(Start(folders["b"], ""))
+    assert folders["a"].exists()
+    again = await starts.of(tasks["b"])
+    assert (again.folder / "file").read_text() == "b" * 100_000
+    assert again.folder != folders["b"]
+
+
+async def test_a_start_in_use_stays_until_its_last_user_has_left(tmp_path):
+    starts = Starts(tmp_path / "starts", None, kept_bytes=1)
+    used = await starts.of(task_of(tmp_path, "a"))
+    folder = used.folder
+    await starts.of(task_of(tmp_path, "b"))
+    again = await starts.of(task_of(tmp_path, "a"))
+    assert again.folder != folder
+    assert (used.folder / "file").exists()
+    del used
+    await removed(Start(folder, ""))
+
+
+async def test_a_start_that_would_be_another_one_when_it_is_made_again_is_refused(tmp_path):
+    starts = Starts(tmp_path / "starts", None, kept_bytes=1)
+    task = task_of(tmp_path, "a")
+    await starts.of(task)
+    await starts.of(task_of(tmp_path, "b"))
+    (task.workspace / "file").write_text("changed")
+    with pytest.raises(InputError, match=r"task 'a': its start has changed since .*: leave its folder alone"):
+        await starts.of(task)
+
+
 class Images:
     """A runtime whose images have the folders of this machine."""
 
     name = "container"
     warning = None
     isolated = True
-    check = box = image_digest = print
+    check = box = image_digest = show = print
 
     def copy_out(self, image, workdir, dest):
         if not Path(workdir).is_dir():
@@ -299,7 +350,7 @@ def test_a_start_in_an_image_keeps_its_files_and_ends_at_the_commit(repository, 
     assert find_secret(start) == []
     assert git(start, "rev-parse", "HEAD") == base
     assert git(start, "status", "--porcelain").splitlines() == ["?? built.so", "?? python", "?? setup.py"]
-    assert sorted(path.name for path in start.parent.iterdir()) == ["t"]
+    assert [*start.parent.iterdir()] == [start]
 
 
 def test_an_image_without_what_the_task_names_is_refused(tmp_path):
