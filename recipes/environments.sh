@@ -11,6 +11,7 @@
 #   vllm-0.33       without a GPU: the Python of vLLM 0.33 on the libraries of `vllm`, to test the protocol of engines
 #   gpu             with a GPU: this checkout as a user of one installs it, for recipes/gpu
 #   kernels         the packages of `rolltap`, and fla's kernels, which transformers would take for every test
+#   harbor          Harbor and podman-compose, if there is a Python 3.12, for the runtime `harbor`
 #   mini-swe-agent aider openhands   the harnesses that are Python programs
 #   frameworks gptme   what tests/harness/frameworks uses, with its packages for Node; a harness without a preset
 #
@@ -105,6 +106,13 @@ environment_312() {
     local PYTHON
     PYTHON="$(python_312)" || return
     checkout rolltap-3.12 record
+}
+
+# environment_harbor: return 1 when there is no Python 3.12
+environment_harbor() {
+    local PYTHON
+    PYTHON="$(python_312)" || return
+    environment harbor harbor==0.25.0 podman-compose==1.6.0
 }
 
 # wheel NAME EXTRAS PACKAGE...: an environment with the wheel in .venvs/dist and with packages, without this checkout

@@ -1,0 +1,216 @@
+"""Harbor's environments for rolltap: it runs in Harbor's own Python, and rolltap has its stdin and stdout.
+
+A script of its own, on the package `harbor` (0.25) alone: `python -I harbor_environments.py`. Each line of stdin
+is a request, a JSON object with `id` and `op`; each line of stdout is an answer with the same `id`. Requests run
+at the same time. An answer has `error` when the request failed, and `permanent` when it would fail again.
+
+    check    environment, allowed          -> version, restricts
+    start    box, environment, ...         -> {}                  see `Environments.start`
+    call     box, method, arguments        -> what the environment's method returned
+    stop     box, environment, ...         -> {}                  also an environment that another process started
+
+Environments are stopped at the end of stdin, so they end when rolltap does, also by kill -9.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+from harbor.environments.factory import EnvironmentFactory
+from harbor.models.task.config import EnvironmentConfig as TaskEnvironment
+from harbor.models.task.config import NetworkMode, NetworkPolicy
+from harbor.models.trial.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+
+METHODS = ("exec", "upload_file", "download_file", "download_dir")
+LINE_BYTES = 16 << 20
+_STOP_SECONDS = 100.0
+"""Time in which all environments stop when stdin has ended. Then only their provider's own limits end them."""
+
+Fields = dict[str, Any]
+
+
+class Environments:
+    """The environments by the names of their boxes. `folder` is for files that Harbor keeps of a trial."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: dict[str, Any] = {}
+        self._running: dict[str, set[asyncio.Task[Fields]]] = {}
+
+    async def check(self, environment: Fields, allowed: list[str]) -> Fields:
+        """Return Harbor's version, and whether the environment can restrict a box's network to hosts.
+
+        Raises as Harbor does without credentials, without packages and for keys that are not known.
+        """
+        config = _configured(environment)
+        await asyncio.to_thread(EnvironmentFactory.run_preflight, config.type, config.import_path)
+        self._make("rolltap-check", environment=environment, image="scratch", allowed=None)
+        restricts = True
+        try:
+            for hosts in (allowed, []):
+                self._make("rolltap-check", environment=environment, image="scratch", allowed=hosts)
+        except ValueError:
+            restricts = False
+        return {"version": version("harbor"), "restricts": restricts}
+
+    async def start(self, box: str, **definition: Any) -> Fields:
+        """Start an environment: see `_make`."""
+        made = self._make(box, **definition)
+        self._started[box] = made
+        await made.start(force_build=_configured(definition["environment"]).force_build)
+        return {}
+
+    async def call(self, box: str, method: str, arguments: Fields) -> Fields:
+        """Call one of `METHODS` of a box's environment. Return the fields of its result."""
+        if method not in METHODS:
+            raise ValueError(f"no method {method}")
+        if box not in self._started:
+            raise RuntimeError(f"the environment of {box} is not running")
+        result = await getattr(self._started[box], method)(**arguments)
+        return {} if result is None else dict(result.model_dump())
+
+    async def stop(self, box: str, **definition: Any) -> Fields:
+        """Stop and delete an environment, and end what runs in it. Of one that this process did not start, Harbor
+        knows the name alone: Docker's and Podman's can be deleted by it."""
+        running = self._running.get(box, set()) - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        made = self._started.pop(box, None)
+        if made is None:
+            made = self._make(box, **definition)
+        await _delete(made)
+        return {}
+
+    async def stop_all(self) -> None:
+        """Stop and delete all environments at the same time."""
+        stopping = [_delete(made) for made in self._started.values()]
+        await asyncio.wait_for(asyncio.gather(*stopping, return_exceptions=True), _STOP_SECONDS)
+
+    async def answer(self, request: Fields) -> Fields:
+        """Return the answer to a request."""
+        operation: dict[str, Callable[..., Awaitable[Fields]]] = {
+            "check": self.check,
+            "start": self.start,
+            "call": self.call,
+            "stop": self.stop,
+        }
+        identity = request.pop("id")
+        task = asyncio.current_task()
+        of_box = self._running.setdefault(request.get("box", ""), set())
+        if task is not None:
+            of_box.add(task)
+        try:
+            return {"id": identity, **await operation[request.pop("op")](**request)}
+        except (Exception, SystemExit) as error:  # Harbor exits for missing credentials
+            permanent = isinstance(error, ValueError | ImportError | FileNotFoundError | SystemExit)
+            name = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+            return {"id": identity, "error": f"{name}{error}", "permanent": permanent}
+        except asyncio.CancelledError:
+            return {"id": identity, "error": "it was stopped", "permanent": False}
+        finally:
+            of_box.discard(task)
+
+    def _make(
+        self,
+        box: str,
+        *,
+        environment: Fields,
+        image: str | None,
+        allowed: list[str] | None,
+        definition: str | None = None,
+        limits: Fields | None = None,
+    ) -> Any:
+        """Return an environment that is not started.
+
+        `environment` has Harbor's keys of a trial's `environment`. The box has an `image`, or what the Dockerfile
+        of the folder `definition` makes. It reaches the hosts that are `allowed`; for None, all. `limits` has
+        `cpus`, `memory_mb` and `storage_mb`.
+        """
+        config = _configured(environment)
+        folder = self._folder / box
+        empty = folder / "environment"
+        empty.mkdir(parents=True, exist_ok=True)
+        policy = NetworkPolicy()
+        if allowed is not None:
+            mode = NetworkMode.ALLOWLIST if allowed else NetworkMode.NO_NETWORK
+            policy = NetworkPolicy(network_mode=mode, allowed_hosts=allowed)
+        return EnvironmentFactory.create_environment_from_config(
+            config,
+            environment_dir=empty if definition is None else Path(definition),
+            environment_name="rolltap",
+            session_id=box,
+            trial_paths=TrialPaths(folder),
+            task_env_config=TaskEnvironment(docker_image=image, **(limits or {})),
+            mounts=config.mounts,
+            auto_mounts=[],
+            network_policy=policy,
+        )
+
+
+def _configured(environment: Fields) -> EnvironmentConfig:
+    unknown = sorted(environment.keys() - EnvironmentConfig.model_fields.keys())
+    if unknown:
+        known = ", ".join(sorted(EnvironmentConfig.model_fields))
+        raise ValueError(f"Harbor's environment has no key {unknown[0]}; its keys are {known}")
+    return EnvironmentConfig.model_validate(environment)
+
+
+async def _delete(made: Any) -> None:
+    # podman-compose would delete the image, which other boxes have, and its containers are removed anyway
+    await made.stop(delete=made.type() != "podman")
+
+
+async def _lines() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    return reader
+
+
+async def serve(answers: TextIO) -> None:
+    """Answer the requests of stdin in `answers` until stdin ends, then stop the environments."""
+    reader = await _lines()
+    waiting: set[asyncio.Task[None]] = set()
+    with tempfile.TemporaryDirectory(prefix="rolltap-harbor-") as folder:
+        environments = Environments(Path(folder))
+
+        async def respond(request: Fields) -> None:
+            answer = await environments.answer(request)
+            with contextlib.suppress(BrokenPipeError):
+                answers.write(json.dumps(answer) + "\n")
+                answers.flush()
+
+        try:
+            while line := await reader.readline():
+                task = asyncio.create_task(respond(json.loads(line)))
+                waiting.add(task)
+                task.add_done_callback(waiting.discard)
+        finally:
+            for task in [*waiting]:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await environments.stop_all()
+
+
+def main() -> None:
+    """Serve. What Harbor and its packages print goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.INFO)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    asyncio.run(serve(answers))
+
+
+if __name__ == "__main__":
+    main()
