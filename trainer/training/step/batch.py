@@ -16,7 +16,13 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import CallKind
 from rolltap.trainer.traces.build import Trace, TraceBatch
 from rolltap.trainer.traces.tokens import TOKEN_BYTES, common_length
-from rolltap.trainer.training.step.advantages import rewards_by, rewards_differ
+from rolltap.trainer.traces.trained import StepAccount
+from rolltap.trainer.training.step.advantages import (
+    rewards_by,
+    rewards_differ,
+    session_advantages,
+)
+from rolltap.trainer.training.step.config import TraceGRPOConfig
 from rolltap.trainer.training.step.pack import Row, trace_row
 
 LEAST_LOGPROB = -40.0
@@ -126,6 +132,48 @@ def rows_of_step(
         taken += sorted(order, key=begun.__contains__)
         number += 1
     return taken[end - rows_per_step : end]
+
+
+def divide(
+    batch: TraceBatch,
+    args: TraceGRPOConfig,
+    *,
+    embeddings: int,
+    processes: int,
+) -> tuple[StepAccount, list[list[MicroBatch]]]:
+    """Return what the steps of a batch learn from, and the micro-batches of each process.
+
+    Raises as `check_batch` and `session_tokens`, and `InputError` for a trace without the scores
+    that the teacher's share needs.
+    """
+    check_batch(batch)
+    share = args.teacher_share
+    trained = batch
+    if not share:
+        trained = with_signal(batch)
+    elif any(trace.scores is None for trace in batch.traces):
+        what = f"teacher_share = {share}, but a trace has no scores"
+        raise InputError(f"{what}: read traces(scores=NAME)")
+    advantages = session_advantages(batch.rewards, args.scale_rewards)
+    computed = trained.traces
+    if not args.computes_all:
+        computed = [trace for trace in computed if advantages[trace.session_id]]
+    # the teacher's share takes the place of rewards, not of the reference or the entropies
+    scaled = {}
+    for session, advantage in advantages.items():
+        scaled[session] = (1 - share) * advantage
+    routing = args.routing == "recorded"
+    sessions = session_tokens(computed, scaled, routing=routing, embeddings=embeddings)
+    with_tokens = {trace.session_id for trace in trained.traces if 1 in trace.completion_mask}
+    parts = micro_batches(
+        sessions,
+        accumulation=args.gradient_accumulation_steps,
+        processes=processes,
+        loss_type=args.loss_type,
+        total_sessions=max(1, len(with_tokens)),
+        total_tokens=max(1, number_trained(trained.traces)),
+    )
+    return StepAccount(trained, advantages, computed), parts
 
 
 def check_batch(batch: TraceBatch) -> None:

@@ -43,17 +43,7 @@ from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.trained import Scored, StepAccount
 from rolltap.trainer.training.step import distributed
-from rolltap.trainer.training.step.advantages import session_advantages
-from rolltap.trainer.training.step.batch import (
-    MicroBatch,
-    check_batch,
-    micro_batches,
-    number_trained,
-    rows_of_step,
-    session_tokens,
-    why_skipped,
-    with_signal,
-)
+from rolltap.trainer.training.step.batch import MicroBatch, divide, rows_of_step, why_skipped
 from rolltap.trainer.training.step.checkpoint import Checkpoints
 from rolltap.trainer.training.step.config import TraceGRPOConfig, check_model
 from rolltap.trainer.training.step.losses import importance_weights, teacher_loss
@@ -304,40 +294,16 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     def _divide(self, batch: TraceBatch) -> list[list[MicroBatch]]:
         """Return each process's micro-batches of a batch. Called on the main process."""
-        check_batch(batch)
-        share = self.args.teacher_share
-        trained = batch
-        if not share:
-            trained = with_signal(batch)
-        elif any(trace.scores is None for trace in batch.traces):
-            what = f"teacher_share = {share}, but a trace has no scores"
-            raise InputError(f"{what}: read traces(scores=NAME)")
-        advantages = session_advantages(batch.rewards, self.scale_rewards)
-        computed = trained.traces
-        if not self.args.computes_all:
-            computed = [trace for trace in computed if advantages[trace.session_id]]
-        # the teacher's share takes the place of rewards, not of the reference or the entropies
-        scaled = {}
-        for session, advantage in advantages.items():
-            scaled[session] = (1 - share) * advantage
-        sessions = session_tokens(
-            computed,
-            scaled,
-            routing=self.args.routing == "recorded",
+        account, parts = divide(
+            batch,
+            self.args,
             embeddings=self.model.get_input_embeddings().weight.shape[0],
+            processes=self.accelerator.num_processes,
         )
         self._batch = batch
-        self._account = StepAccount(trained, advantages, computed)
-        self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
-        with_tokens = {trace.session_id for trace in trained.traces if 1 in trace.completion_mask}
-        return micro_batches(
-            sessions,
-            accumulation=self.args.gradient_accumulation_steps,
-            processes=self.accelerator.num_processes,
-            loss_type=self.loss_type,
-            total_sessions=max(1, len(with_tokens)),
-            total_tokens=max(1, number_trained(trained.traces)),
-        )
+        self._account = account
+        self.log_metrics(batch_metrics(batch, account.batch, self._named_tasks))
+        return parts
 
     @torch.no_grad()
     def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
