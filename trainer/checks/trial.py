@@ -103,7 +103,7 @@ async def _try(task: Task, runtime: Runtime, work: Path, places: asyncio.Semapho
         if any(isinstance(spec, LLMJudge) for spec in judges_of(task.effective_judge)):
             raise InputError("a model judges it, and these cheats are for programs: read how it judged a few sessions")
         check_judges([task], "")
-        kept = await asyncio.to_thread(lambda: kept_check(task, task.digest()))
+        kept = await asyncio.to_thread(lambda: kept_check(task, task.digest(), runtime.name))
         (work / "logs").mkdir(parents=True)
         found = await _Trial(task, runtime, await Starts(work / "starts", runtime).of(task), work, places).run()
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -53,19 +53,20 @@ def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
     return ",".join(sorted({status.version or "unknown" for status in found}))
 
 
-def kept_check(task: Task, digest: str) -> Path:
-    """Return the file in which `rolltap tasks check` keeps what it found of a task with its digest, and its solution.
+def kept_check(task: Task, digest: str, runtime: str) -> Path:
+    """Return the file in which `rolltap tasks check` keeps what it found of a task with its digest, and its solution,
+    in boxes of a runtime: one without isolation leaves cheats that another does not.
 
     Raises `InputError` for a solution that is not there.
     """
     solution = content_digest(task.solution) if task.solution is not None else task.gold_patch
-    name = sha256(f"{digest} {solution}".encode()).hexdigest()
+    name = sha256(f"{digest} {solution} {runtime}".encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "rolltap" / "checks" / f"{name}.json"
 
 
-def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str]) -> None:
-    """Warn of tasks that `rolltap tasks check` did not try, or in which it found something.
+def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str], runtime: str) -> None:
+    """Warn of tasks that `rolltap tasks check` did not try in a runtime, or in which it found something.
 
     `digests` are those of the tasks by their ids.
     """
@@ -73,7 +74,7 @@ def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str]) -> None
     weak: list[str] = []
     for task in tasks:
         try:
-            kept = kept_check(task, digests[task.id]).read_text(encoding="utf-8")
+            kept = kept_check(task, digests[task.id], runtime).read_text(encoding="utf-8")
             if not json.loads(kept)["passed"]:
                 weak.append(task.id)
         except (InputError, OSError, ValueError, LookupError, TypeError):  # a rollout needs no solution
@@ -81,7 +82,7 @@ def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str]) -> None
     found = {"not tried with cheats": unchecked, "with findings": weak}
     told = [f"tasks {how}: {some(ids)}" for how, ids in found.items() if ids]
     if told:
-        logger.warning("%s: run `rolltap tasks check TASKS`", "; ".join(told))
+        logger.warning("%s: run `rolltap tasks check TASKS --runtime %s`", "; ".join(told), runtime)
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:

@@ -247,7 +247,7 @@ async def roll_out(
         sessions = SessionTable(recorder.path)
         recorded = Recorded(sessions.refresh().values())
         keys = await worker.keys(fitting, weights)
-        await asyncio.to_thread(warn_of_unchecked, fitting, worker.digests)
+        await asyncio.to_thread(warn_of_unchecked, fitting, worker.digests, worker.runtime.name)
         groups = [
             recorded.group(task, key, config.sessions, further=new_groups)
             for task, key in zip(fitting, keys, strict=True)

@@ -228,14 +228,17 @@ def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(tmp_path,
     gone = right.model_copy(update={"id": "gone", "gold_patch": "", "solution": tmp_path / "gone"})
     digests = {task.id: task.digest() for task in (right, wrong)}
     digests |= {"other": right.digest(), "gone": right.digest()}
-    assert json.loads(kept_check(right, digests[right.id]).read_text())["passed"]
+    assert json.loads(kept_check(right, digests[right.id], "process").read_text())["passed"]
     with caplog.at_level(logging.WARNING):
-        warn_of_unchecked([right], digests)
+        warn_of_unchecked([right], digests, "process")
         assert not caplog.records
         # another solution of a task that was tried is not tried, and a rollout needs none
-        warn_of_unchecked([right, wrong, other, gone], digests)
-        warn_of_unchecked([right, wrong], digests)
+        warn_of_unchecked([right, wrong, other, gone], digests, "process")
+        warn_of_unchecked([right, wrong], digests, "process")
+        warn_of_unchecked([right], digests, "sandbox")  # which holds what another runtime does not
     assert [record.message for record in caplog.records] == [
-        "tasks not tried with cheats: other, gone; tasks with findings: u: run `rolltap tasks check TASKS`",
-        "tasks with findings: u: run `rolltap tasks check TASKS`",
+        "tasks not tried with cheats: other, gone; tasks with findings: u: "
+        "run `rolltap tasks check TASKS --runtime process`",
+        "tasks with findings: u: run `rolltap tasks check TASKS --runtime process`",
+        "tasks not tried with cheats: t: run `rolltap tasks check TASKS --runtime sandbox`",
     ]

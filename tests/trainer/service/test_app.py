@@ -43,6 +43,10 @@ WRONG = {
     "a task that is not loaded": ({"task": "nowhere"}, "'task' is 'nowhere', which is not loaded; there are words"),
     "no session": ({"task": "words", "sessions": 0}, "'sessions' is 0: give a number from 1 to 1024"),
     "names that are the same": ({"task": "words", "sessions": ["a", "a"]}, "give each session a name of its own"),
+    "an id that no file can have": (
+        {"task": "words", "id": "g" * 100, "sessions": ["s" * 200]},
+        "has 301 characters: give a shorter 'id' or shorter names in 'sessions', of at most 200 together",
+    ),
     "a name that is a path": ({"task": "words", "id": "../x"}, "'id' is '../x'"),
     "a priority": ({"task": "words", "priority": 101}, "'priority' is 101"),
     "a deadline in the past": ({"task": "words", "deadline": "2001-01-01T00:00:00Z"}, "which is past: give a later"),
