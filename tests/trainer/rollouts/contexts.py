@@ -1,9 +1,12 @@
 """The context of sessions of a shell script, and their groups run by a runner on this machine."""
 
+import asyncio
 import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+
+import pytest
 
 from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.process import ProcessRuntime
@@ -20,6 +23,18 @@ from tests.trainer.cli.program import ASK
 ONE_CALL_TEXT = ASK.replace("sys.exit(3)", "")
 ONE_CALL = shlex.join([sys.executable, "-c", ONE_CALL_TEXT])
 """A command that makes one model call and exits with 0."""
+
+
+async def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float, file: Path) -> None:
+    """Let so many seconds pass for the event loop, once a program has made the file.
+
+    The program has the time that it needs before, and nobody waits for its time limit.
+    """
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    while not file.exists():  # noqa: ASYNC110 - it is another process that makes it
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr(loop, "time", lambda: now() + seconds)
 
 
 def context_of(

@@ -1,5 +1,6 @@
 """Faults and budgets of sessions: by tables of rows, and by real sessions."""
 
+import asyncio
 import re
 import sys
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from rolltap.trainer.traces.facts import (
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from tests.deep import cases
 from tests.scripted_engine import Answer, Say
-from tests.trainer.rollouts.contexts import context_of, run_groups
+from tests.trainer.rollouts.contexts import context_of, pass_time, run_groups
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -140,13 +141,16 @@ def test_a_fault_is_a_failure_of_ours_that_nothing_followed(calls, events, reaso
 
 
 ASKER = """
-import httpx, sys
+import httpx, sys, time
 def ask(text, timeout=60, **fields):
     body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
     try:
         return httpx.post("https://api.openai.com/v1/chat/completions", json=body, timeout=timeout).status_code
     except httpx.TimeoutException:
         return None
+def work_on():
+    open(sys.argv[1], "w").close()
+    time.sleep(600)
 """
 SAY = Say("Hi.")
 DOWN = Answer(500, "the engine is broken")
@@ -167,17 +171,19 @@ def recorder_with(engine, tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture
-def play(tmp_path, engine, recorder_with, request):
+def play(tmp_path, engine, recorder_with, request, monkeypatch):
     async def play(script, *replies, patience=0, timeout=60.0, evaluate=("true",), recorder=None, quirks=()):
-        """Run one session of a harness. Return its row, and its ledger."""
+        """Run one session of a harness. Return its row, and its ledger. Its time limit has passed when it works on."""
         recorder = recorder or recorder_with(patience)
         engine.replies.extend(replies)
         task = rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))
-        headless = ["-c", ASKER + script]
+        headless = ["-c", ASKER + script, str(tmp_path / "works")]
         harness = rolltap.Harness(name="x", program=sys.executable, headless=headless, quirks=list(quirks))
         context = context_of(recorder, tmp_path, harness, timeout=timeout)
         group = Group(task, "g", [re.sub(r"\W+", "-", request.node.name)])
+        passing = asyncio.create_task(pass_time(monkeypatch, timeout, tmp_path / "works"))
         (session,) = await run_groups([group], context)
+        passing.cancel()
         batch = load_batch(recorder.path, [session.session_id], TraceOptions())
         assert len(batch.rewards) == (session.reward is not None)
         batch.ledger.check()
@@ -245,8 +251,8 @@ async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play
 
 
 RECOVERS = "ask('a'); ask('b') == 200 or ask('b'); sys.exit(ask('c') != 200)"
-SLOW = {"timeout": 8.0, "evaluate": ["false"]}
-STOPPED = ("timeout", 0.0, "stopped after 8 s")
+SLOW = {"timeout": 30.0, "evaluate": ["false"]}
+STOPPED = ("timeout", 0.0, "stopped after 30 s")
 NOTHING_TO_JUDGE = "no model call was completed, so that there is no reward"
 GOOD, FAILED = ("completed", 1.0, None), ("failed", 1.0, "the harness ended with status 1")
 FAULTLESS = {
@@ -255,7 +261,7 @@ FAULTLESS = {
     "the recorder recovers": (RECOVERS, [SAY, DOWN, SAY, SAY], {"patience": 60}, GOOD, 0),
     "the agent fails": (f"ask('a'); assert {WRONG}.status_code == 400; sys.exit(1)", [SAY], {}, FAILED, 0),
     "the context window is full": ("ask('a'); assert ask('so ' * 20_000) == 400", [SAY], {}, GOOD, 0),
-    "stopped while it works": ("ask('a'); import time; time.sleep(600)", [SAY], SLOW, STOPPED, 0),
+    "stopped while it works": ("ask('a'); work_on()", [SAY], SLOW, STOPPED, 0),
     "stopped within a reply": ("ask('a'); ask('b', 600)", [SAY, HELD], SLOW, STOPPED, 2),
     "a side question fails": (f"ask('a'); assert {TITLE} == 502", [SAY, DOWN], {}, GOOD, 0),
     "the first call is given up": ("ask('a', 8)", [HELD], {}, ("completed", None, NOTHING_TO_JUDGE), 2),

@@ -23,7 +23,7 @@ from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import sandboxed
 from tests.harness.play import tool_call
 from tests.scripted_engine import Say
-from tests.trainer.rollouts.contexts import ONE_CALL, ONE_CALL_TEXT, context_of, run_groups
+from tests.trainer.rollouts.contexts import ONE_CALL, ONE_CALL_TEXT, context_of, pass_time, run_groups
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 ASK_WITH_TOOL = ONE_CALL_TEXT.replace("{'model': 'm',", f"{{'model': 'm', 'tools': [{TOOL!r}],")
@@ -78,12 +78,12 @@ async def test_the_time_limit_of_preparing_begins_when_its_copy_does(play, monke
 
 AROUND = "http://127.0.0.1:9"  # the recorder's win
 ENV = {"COLOUR": "blue", "HTTPS_PROXY": AROUND, "https_proxy": AROUND}
-LATE = ("timeout", 1.0, "stopped after 8 s")
+LATE = ("timeout", 1.0, "stopped after 600 s")
 NEST = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
 LOOK = ["sh", "-c", "test -s pid || exit 1; ! kill -0 $(cat pid)"]
 STOPPED = ("failed", 1.0, "stopped: it had more processes than the limit")
 SESSIONS = {
-    "time limit": ("test $COLOUR = blue && exec sleep 600", {"timeout": 8, "env": ENV}, LATE),
+    "time limit": ("test $COLOUR = blue && touch $WORKS && exec sleep 3600", {"timeout": 600, "env": ENV}, LATE),
     "dead before its judge looks": ("setsid sleep 600 & echo $! > pid", {"evaluate": LOOK}, ("completed", 1.0, None)),
     "limits": ("for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait", {"limits": Limits(processes=6)}, STOPPED),
     "folders nested a thousand times": (shlex.join([sys.executable, "-c", NEST]), {}, ("completed", 1.0, None)),
@@ -91,8 +91,13 @@ SESSIONS = {
 
 
 @pytest.mark.parametrize(("script", "fields", "expected"), SESSIONS.values(), ids=SESSIONS)
-async def test_a_session_has_what_its_task_says_whatever_it_leaves(play, script, fields, expected):
-    row = await play(f"{ONE_CALL}; {script}", **fields)
+async def test_a_session_has_what_its_task_says_whatever_it_leaves(
+    play, tmp_path, monkeypatch, script, fields, expected
+):
+    works = tmp_path / "works"
+    passing = asyncio.create_task(pass_time(monkeypatch, 600, works))
+    row = await play(f"{ONE_CALL}; WORKS={works}; {script}", **fields)
+    passing.cancel()
     assert (row.status, row.reward, row.error) == expected
 
 
