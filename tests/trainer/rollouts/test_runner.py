@@ -1,5 +1,5 @@
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -10,12 +10,16 @@ import pytest
 
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.options import RecordedFrom
+from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.rollouts import runner as runner_module
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.node import NodeLostError
+from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.session import new_session
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
@@ -471,3 +475,122 @@ class TestWithoutPrograms:
             await played.end("b-2")
             assert [session.session_id for session in await first] == ["a-0", "a-1", "a-2"]
             assert {name for name, context in played.contexts.items() if context is own} == {"b-0", "b-1", "b-2"}
+
+
+class PlayedNode:
+    """A node whose sessions run until the test ends them, by an outcome or an error, or end `always` the same way."""
+
+    def __init__(self, name, running=2, always=None):
+        self.name = name
+        self.always = always
+        self.slots = Slots(preparing=running, ready=0, running=running, judging=running)
+        self.ends = {}
+        self.stopped = []
+        self._running = defaultdict(asyncio.Event)
+
+    async def run(self, attempt, enter):
+        await enter("running")
+        name = attempt.session_id
+        attempt.row = Session(session_id=name, task_id=attempt.group.task.id, status="cancelled")
+        self.ends[name] = asyncio.get_running_loop().create_future()
+        self._running[name].set()
+        if self.always is not None:
+            self.ends[name].set_result(self.always)
+        try:
+            attempt.row.status = await self.ends[name]
+        except asyncio.CancelledError:
+            self.stopped.append((name, attempt.why_stopped))
+            raise
+        except NodeLostError as error:
+            attempt.row.status, attempt.row.error = "infrastructure", str(error)
+            raise
+        return Facts(completed_calls=1)
+
+    def first_version(self, session_id):
+        return "1"
+
+    async def end(self, name, status="completed"):
+        await self._running[name].wait()
+        self.ends[name].set_result(status)
+
+    async def die(self, name):
+        await self._running[name].wait()
+        self.ends[name].set_exception(NodeLostError("the machine is off"))
+
+
+class TestNodes:
+    @pytest.fixture(autouse=True)
+    def without_pauses(self, monkeypatch):
+        monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 0.0)
+
+    @staticmethod
+    def open_runner(*nodes, retries=1, lost=None):
+        return GroupRunner(nodes, lambda *_: None, retries=retries, give_up_after=2, lost=lost)
+
+    async def test_sessions_of_a_lost_node_are_retried_on_another(self):
+        first, second = PlayedNode("first"), PlayedNode("second")
+        async with self.open_runner(first, second) as running:
+            result = await running.submit(Group(TASK, "g", ["g-0", "g-1"]))
+            await first.die("g-0")
+            await second.end("g-0~1")
+            await second.end("g-1~1")
+            ended = {session.session_id: session.status for session in await result}
+        assert ended["g-0"] == "infrastructure"
+        assert ended["g-0~1"] == ended["g-1~1"] == "completed"
+        assert first.stopped == [("g-1", "the machine is off")]
+
+    async def test_the_block_fails_with_its_last_node(self):
+        async def fail():
+            only = PlayedNode("only")
+            async with self.open_runner(only) as running:
+                await running.submit(Group(TASK, "g", ["g-0"]))
+                await only.die("g-0")
+
+        with pytest.raises(NodeLostError, match="the machine is off"):
+            await fail()
+
+    async def test_without_a_node_sessions_wait_for_the_next_of_its_name_if_somebody_is_told(self):
+        told = []
+        node, again = PlayedNode("n"), PlayedNode("n")
+        async with self.open_runner(node, lost=lambda *lost: told.append(lost)) as running:
+            result = await running.submit(Group(TASK, "g", ["g-0"]))
+            await node.die("g-0")
+            late = await running.submit(Group(TASK, "late", ["late-0"]), seconds=0.0)
+            assert await late == []
+            running.add_node(again)
+            await again.end("g-0~1")
+            assert [session.session_id for session in await result] == ["g-0", "g-0~1"]
+        ((lost, why),) = told
+        assert lost is node
+        assert str(why) == "the machine is off"
+
+    async def test_a_node_that_only_fails_gets_no_more_and_the_others_go_on(self):
+        bad, good = PlayedNode("bad", always="infrastructure"), PlayedNode("good", always="completed")
+        async with self.open_runner(bad, good, retries=9) as running:
+            groups = [Group(TASK, name, [f"{name}-0", f"{name}-1"]) for name in "abcdefgh"]
+            results = [await running.submit(group) for group in groups]
+            ended = [session for result in results for session in await result]
+            assert running.nodes.keys() == {"good"}
+        assert Counter(session.status for session in ended)["completed"] == 16
+
+    async def test_a_node_that_comes_later_takes_what_waits(self):
+        first, second = PlayedNode("first", running=1), PlayedNode("second", running=1)
+        async with self.open_runner(first) as running:
+            results = [await running.submit(Group(TASK, name, [f"{name}-0"])) for name in "ab"]
+            await first._running["a-0"].wait()
+            running.add_node(second)
+            await second.end("b-0")
+            assert running.nodes.keys() == {"first", "second"}
+            await first.end("a-0")
+            assert [len(await result) for result in results] == [1, 1]
+
+    async def test_the_oldest_weights_are_asked_of_each_sessions_node(self):
+        first, second = PlayedNode("first", running=1), PlayedNode("second", running=1)
+        async with self.open_runner(first, second) as running:
+            results = [await running.submit(Group(TASK, name, [f"{name}-0"])) for name in "ab"]
+            await first._running["a-0"].wait()
+            await second._running["b-0"].wait()
+            assert running.running_versions() == {"a-0": "1", "b-0": "1"}
+            running.cancel_running(lambda version: version == "1", "too old")
+            assert [[session.status for session in await result] for result in results] == [["cancelled"]] * 2
+        assert first.stopped + second.stopped == [("a-0", "too old"), ("b-0", "too old")]
