@@ -4,15 +4,15 @@ import asyncio
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rolltap.addons.engine.policy import PolicyFile
-from rolltap.addons.errors import InputError
+from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.runtime import HidingRuntime, Runtime, private_paths
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
@@ -169,6 +169,20 @@ class Worker:
         node = LocalNode(self.config.slots(share), self.context_of)
         return self.runner_of([node], advance, ended=ended, lost=lost)
 
+    @asynccontextmanager
+    async def attach(self, runner: GroupRunner, *, share: float = 0.0) -> AsyncIterator[None]:
+        """Run sessions of a runner here, which may be older than the worker's block. Only inside of that block.
+
+        At its end the sessions that run here are stopped, and retried on other nodes. `share` is that of `runner`.
+        """
+        node = LocalNode(self.config.slots(share), self.context_of)
+        runner.add_node(node)
+        try:
+            yield
+        finally:
+            runner.remove_node(node, RecorderError("the recorder has ended"))
+            await node.idle.wait()
+
     def runner_of(self, nodes: Sequence[Node], advance: Advance, *, ended: OnEnd, lost: OnLost | None) -> GroupRunner:
         """Return a runner of these nodes, with the configuration's retries."""
         return GroupRunner(
@@ -206,18 +220,28 @@ class LocalNode:
     def __init__(self, slots: Slots, context_of: Callable[[Group], Awaitable[SessionContext]]) -> None:
         self.slots = slots
         self.context_of = context_of
+        self.idle = asyncio.Event()
+        """Set while no session is here."""
+        self.idle.set()
+        self._number = 0
+        """Number of the sessions that are here."""
         self._contexts: dict[str, SessionContext] = {}
         """Session that runs -> its context."""
 
     async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
         """Run a session: see `Node.run`."""
-        context = await self.context_of(attempt.group)
-        context.recorder.check()
-        self._contexts[attempt.session_id] = context
+        self._number += 1
+        self.idle.clear()
         try:
+            context = await self.context_of(attempt.group)
+            context.recorder.check()
+            self._contexts[attempt.session_id] = context
             return await run_session(context, attempt, enter)
         finally:
-            del self._contexts[attempt.session_id]
+            self._contexts.pop(attempt.session_id, None)
+            self._number -= 1
+            if not self._number:
+                self.idle.set()
 
     def first_version(self, session_id: str) -> str | None:
         """Return the version of a session's first call: see `Node.first_version`."""
