@@ -58,6 +58,11 @@ SessionStatus = Literal[
 | `cancelled` | the rollout was stopped while it ran | none |
 | `unknown` | only calls were recorded | none |
 """
+PHASES = ("queued", "preparing", "running", "judging", "retried")
+"""Phases of a session, whose seconds are columns `PHASE_seconds` of its row."""
+LATER_COLUMNS = frozenset(f"{phase}_seconds" for phase in PHASES)
+"""Columns that tables got later without a new `SCHEMA_VERSION`. Files from before lack them; their
+rows are read as rows without a value there, and keep their digests."""
 SESSION_JSON = ("parts", "evidence", "suspicions")
 """Columns of `sessions` that hold a JSON object."""
 UNREWARDED: frozenset[SessionStatus] = frozenset(
@@ -280,6 +285,11 @@ class Session:
         `container` or `apptainer`; empty for a program that
             rolltap did not start.
         image_digest: Digest of the container image; empty without one.
+        queued_seconds: Seconds for which the session waited for its turns, before it was prepared,
+        run and judged. preparing_seconds: Seconds in which its workspace and its box were made.
+        running_seconds: Seconds of its program. judging_seconds: Seconds of its judge.
+        retried_seconds: Seconds from the begin of the first attempt to that of this one. Phases
+        that the session did not reach have None.
     """
 
     session_id: str
@@ -303,6 +313,11 @@ class Session:
     image_digest: str = field(default="", repr=False)
     started_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
+    queued_seconds: float | None = None
+    preparing_seconds: float | None = None
+    running_seconds: float | None = None
+    judging_seconds: float | None = None
+    retried_seconds: float | None = None
 
     def to_row(self) -> dict[str, Any]:
         """Return the session as a row of `SESSION_SCHEMA` without its digest.

@@ -16,6 +16,7 @@ from rolltap.addons.store.records import (
     CALL_SCHEMA,
     DIGEST,
     EVENT_SCHEMA,
+    LATER_COLUMNS,
     SESSION_SCHEMA,
     Call,
     Event,
@@ -166,13 +167,17 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
     1. The values of each list of numbers, in column order, as little-endian bytes of the column's
        type; and binary values. A float is therefore digested as it is stored.
     2. A JSON list with an entry for each column: the length of a list of numbers or of a binary
-       value, or the value itself. Times are ISO 8601 in UTC.
+       value, or the value itself. Times are ISO 8601 in UTC. A column of `LATER_COLUMNS` has an
+       entry if it has a value: a list of its name and the value.
     """
     digest = blake2b(digest_size=16)
     values: list[Any] = []
     for name, _, numbers, is_float in _columns(schema):
         value = row[name]
-        if value is None:
+        if name in LATER_COLUMNS:
+            if value is not None:
+                values.append([name, float(value) if is_float else value])
+        elif value is None:
             values.append(None)
         elif isinstance(value, bytes):
             values.append(len(value))

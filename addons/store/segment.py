@@ -42,6 +42,7 @@ import numpy as np
 import pyarrow as pa
 
 from rolltap.addons.store.door import check_batch, check_message, open_file
+from rolltap.addons.store.records import LATER_COLUMNS
 from rolltap.addons.store.staging import hidden_name, new_file, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,22 @@ class Segment:
         self._unsynced = True
 
 
+def _earlier(expected: pa.Schema, found: pa.Schema) -> pa.Schema:
+    """Return the columns of a table without the later ones that a file lacks."""
+    later = LATER_COLUMNS - {*found.names}
+    return pa.schema([column for column in expected if column.name not in later])
+
+
+def _widened(batch: pa.RecordBatch, expected: pa.Schema) -> pa.RecordBatch:
+    columns = []
+    for column in expected:
+        if column.name in batch.schema.names:
+            columns.append(batch.column(column.name))
+        else:
+            columns.append(pa.nulls(batch.num_rows, column.type))
+    return pa.RecordBatch.from_arrays(columns, schema=expected)
+
+
 class SegmentReader:
     """The commits of a segment, in file order; a context manager.
 
@@ -165,6 +182,8 @@ class SegmentReader:
         self.uncommitted = 0
         self.end = 0
         self.schema: pa.Schema | None = None
+        self._expected: pa.Schema | None = None
+        """Columns of the batches; None for those that the file has."""
         self._rows: int | None = None
         """Number of rows that a compacted file says it has."""
         self._begin = 0
@@ -185,7 +204,9 @@ class SegmentReader:
         except (pa.ArrowException, OSError, EOFError) as error:
             self.damage[0] = f"it has no schema ({error})"
             return
-        if expected is not None and not schema.equals(expected):
+        if expected is not None and schema.equals(_earlier(expected, schema)):
+            self._expected = expected
+        elif expected is not None:
             why = "another version of rolltap wrote it, or it is damaged"
             self.damage[0] = f"it does not have the columns of its table: {why}"
             return
@@ -260,6 +281,8 @@ class SegmentReader:
         message = self._next("record batch")
         check_message(message)
         batch = pa.ipc.read_record_batch(message, self.schema)
+        if self._expected is not None and batch.num_columns < len(self._expected):
+            batch = _widened(batch, self._expected)
         return batch.replace_schema_metadata({_PLACE: f"{self.path}, byte {offset}"})
 
     def _is_end(self, offset: int) -> bool:

@@ -2,9 +2,19 @@ import math
 from datetime import UTC, datetime, timedelta, timezone
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, VersionSpan
+from rolltap.addons.store.records import (
+    CALL_SCHEMA,
+    DIGEST,
+    EVENT_SCHEMA,
+    LATER_COLUMNS,
+    SESSION_SCHEMA,
+    Call,
+    Event,
+    VersionSpan,
+)
 from rolltap.addons.store.rows import row_digest
 from tests.factories import make_session
 
@@ -42,6 +52,15 @@ def changed(field):
     if field.name == "weight_versions":
         return [{"version": "2", "start": 0, "end": 2}]
     return CHANGED.get(str(field.type), [7])
+
+
+def test_a_later_column_changes_the_digest_of_rows_that_have_a_value_there():
+    row = SESSION.to_row()
+    earlier = pa.schema([column for column in SESSION_SCHEMA if column.name not in LATER_COLUMNS])
+    assert row_digest(row, SESSION_SCHEMA) == row_digest(row, earlier)
+    digests = {row_digest({**row, name: 2.0}, SESSION_SCHEMA) for name in LATER_COLUMNS}
+    assert len(digests) == len(LATER_COLUMNS)
+    assert row_digest(row, earlier) not in digests
 
 
 def test_the_digest_of_a_row_is_part_of_the_format():

@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset, load_dataset
 
 from rolltap.addons.store import segment, staging
+from rolltap.addons.store.records import LATER_COLUMNS
 from rolltap.addons.store.segment import Segment, SegmentReader, compact, rows_of_session
 
 SCHEMA = pa.schema([("session_id", pa.string()), ("number", pa.int32()), ("text", pa.string())])
@@ -51,6 +52,25 @@ def read(path):
     """Return the numbers in a file, and its damage."""
     with SegmentReader(path) as reader:
         return [number for _, rows in reader for number in numbers_of(rows)], reader.damage
+
+
+def test_a_file_without_the_later_columns_has_no_values_there_and_one_without_others_is_damaged(path):
+    later = sorted(LATER_COLUMNS)[0]
+    table = pa.schema([*SCHEMA, (later, pa.float64()), ("last", pa.string())])
+    earlier = pa.schema([*SCHEMA, ("last", pa.string())])
+    old = Segment(path, earlier)
+    for number, last in ((1, "a"), (2, "b")):
+        old.append(batch(number).append_column("last", pa.array([last])))
+    old.close()
+    for _ in ("as it was written", "compacted"):
+        with SegmentReader(path, table) as reader:
+            rows = pa.Table.from_batches([rows for _, rows in reader])
+        assert rows.schema.names == table.names
+        assert (numbers_of(rows), rows[later].null_count, rows["last"].to_pylist()) == ([1, 2], 2, ["a", "b"])
+        compact(path)
+    with SegmentReader(path, pa.schema([*table, ("more", pa.string())])) as reader:
+        assert [*reader] == []
+        assert "does not have the columns of its table" in reader.damage[0]
 
 
 def lock(path):
