@@ -141,15 +141,24 @@ def test_a_fault_is_a_failure_of_ours_that_nothing_followed(calls, events, reaso
 
 
 ASKER = """
-import httpx, sys, time
-def ask(text, timeout=60, **fields):
-    body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
-    try:
-        return httpx.post("https://api.openai.com/v1/chat/completions", json=body, timeout=timeout).status_code
-    except httpx.TimeoutException:
-        return None
+import httpx, json, os, sys, threading, time
+URL, HERE, OPEN = "https://api.openai.com/v1/chat/completions", sys.argv[1], []
+def body(text, **fields):
+    return {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
+def ask(text, **fields):
+    return httpx.post(URL, json=body(text, **fields), timeout=60).status_code
+def first_text(text):
+    "Return when the first text of a stream has come. The stream stays open."
+    OPEN.append(httpx.stream("POST", URL, json=body(text, stream=True), timeout=60))
+    for line in OPEN[0].__enter__().iter_lines():
+        if line and json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content"):
+            return
+def give_up_when_the_engine_is_down(text):
+    threading.Thread(target=ask, args=[text], daemon=True).start()
+    while not os.path.exists(HERE + "/down"):
+        time.sleep(0.01)
 def work_on():
-    open(sys.argv[1], "w").close()
+    open(HERE + "/works", "w").close()
     time.sleep(600)
 """
 SAY = Say("Hi.")
@@ -177,7 +186,7 @@ def play(tmp_path, engine, recorder_with, request, monkeypatch):
         recorder = recorder or recorder_with(patience)
         engine.replies.extend(replies)
         task = rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))
-        headless = ["-c", ASKER + script, str(tmp_path / "works")]
+        headless = ["-c", ASKER + script, str(tmp_path)]
         harness = rolltap.Harness(name="x", program=sys.executable, headless=headless, quirks=list(quirks))
         context = context_of(recorder, tmp_path, harness, timeout=timeout)
         group = Group(task, "g", [re.sub(r"\W+", "-", request.node.name)])
@@ -225,7 +234,7 @@ WRONG = "httpx.post('https://api.openai.com/v1/chat/completions', content=b'{')"
 TITLE = "ask('a', response_format={'type': 'json_schema', 'json_schema': {'name': 't', 'schema': {}}})"
 REFUSED = Answer(200, '{"error": {"message": "bad", "code": 413}}')
 CUT = Say("Hello there.", break_after=1)
-HELD = Say("Hello there.", hold_after=2)
+HELD = Say("Hello there.", hold_after=1)
 PLAYS = {
     "dies in the middle": ("assert (ask('a'), ask('b'), ask('c')) == (200, 502, 502)", [SAY, DOWN, DOWN], {}),
     "dies within a reply": ("ask('a'); ask('b')", [SAY, CUT], {"failed": 1}),
@@ -243,28 +252,48 @@ async def test_an_engine_that_fails_after_a_first_call_is_a_fault(play, script, 
     assert ledger.sampled > sum(failed.values())
 
 
-async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play, engine):
-    engine.otherwise = lambda request: DOWN
-    session, _ = await play("assert (ask('a'), ask('b', 6)) == (200, None)", SAY, patience=60)
+async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play, engine, tmp_path):
+    asked = []
+
+    def down(request):
+        asked.append(request)
+        if len(asked) == 2:  # the recorder has read the first answer
+            (tmp_path / "down").touch()
+        return DOWN
+
+    engine.otherwise = down
+    session, _ = await play("ask('a'); give_up_when_the_engine_is_down('b'); os._exit(0)", SAY, patience=60)
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
     assert "answered 500: its log says why" in session.error
 
 
 RECOVERS = "ask('a'); ask('b') == 200 or ask('b'); sys.exit(ask('c') != 200)"
-SLOW = {"timeout": 30.0, "evaluate": ["false"]}
-STOPPED = ("timeout", 0.0, "stopped after 30 s")
+SLOW = {"timeout": 600.0, "evaluate": ["false"]}
+STOPPED = ("timeout", 0.0, "stopped after 600 s")
 NOTHING_TO_JUDGE = "no model call was completed, so that there is no reward"
 GOOD, FAILED = ("completed", 1.0, None), ("failed", 1.0, "the harness ended with status 1")
 FAULTLESS = {
-    "a call after a failure is given up": ("ask('a'); ask('b', 8)", [SAY, DOWN, HELD], {"patience": 60}, GOOD, 2),
+    "a call after a failure is given up": (
+        "ask('a'); first_text('b'); os._exit(0)",
+        [SAY, DOWN, HELD],
+        {"patience": 60},
+        GOOD,
+        1,
+    ),
     "the harness recovers": (RECOVERS, [SAY, DOWN, SAY, SAY], {}, GOOD, 0),
     "the recorder recovers": (RECOVERS, [SAY, DOWN, SAY, SAY], {"patience": 60}, GOOD, 0),
     "the agent fails": (f"ask('a'); assert {WRONG}.status_code == 400; sys.exit(1)", [SAY], {}, FAILED, 0),
     "the context window is full": ("ask('a'); assert ask('so ' * 20_000) == 400", [SAY], {}, GOOD, 0),
     "stopped while it works": ("ask('a'); work_on()", [SAY], SLOW, STOPPED, 0),
-    "stopped within a reply": ("ask('a'); ask('b', 600)", [SAY, HELD], SLOW, STOPPED, 2),
+    "stopped within a reply": ("ask('a'); first_text('b'); work_on()", [SAY, HELD], SLOW, STOPPED, 1),
     "a side question fails": (f"ask('a'); assert {TITLE} == 502", [SAY, DOWN], {}, GOOD, 0),
-    "the first call is given up": ("ask('a', 8)", [HELD], {}, ("completed", None, NOTHING_TO_JUDGE), 2),
+    "the first call is given up": (
+        "first_text('a'); os._exit(0)",
+        [HELD],
+        {},
+        ("completed", None, NOTHING_TO_JUDGE),
+        1,
+    ),
 }
 
 
