@@ -34,6 +34,7 @@ class ProcessRuntime:
 
     name = "process"
     isolated = False
+    programs_here = True
     warning: str | None = (
         "sessions run with all rights of this user; --runtime sandbox limits them: see rolltap rollout --help"
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.task import Limits, Task
+from rolltap.trainer.tasks.task import Build, Limits, Task
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,8 @@ class Runtime(Protocol):
     """Dangers that the runtime does not protect from; None when there is nothing to say."""
     isolated: bool
     """True when a box has its own files and network: paths of the box are then not those of this machine."""
+    programs_here: bool
+    """True when boxes without an image have the programs of this machine."""
 
     def check(self) -> None:
         """Raise `InputError` when boxes cannot be made here: it names what is missing, and how to install it."""
@@ -159,12 +161,25 @@ class ImageRuntime(Runtime, Protocol):
         """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""
 
 
+@runtime_checkable
+class BuildingRuntime(ImageRuntime, Protocol):
+    """A runtime that can build the images of tasks that have only a Dockerfile."""
+
+    builds: bool
+    """True when it does."""
+
+    async def build(self, image: str, build: Build, log: Path) -> None:
+        """Build `image`, unless it is there, with the output in `log`. Raises `InputError` if it cannot be built."""
+
+
 _ROW = re.compile(r"(:|, )[^/]*$")
 """The place in a file at the end of a task's `source`."""
 
 
 class HidingRuntime:
     """A runtime whose boxes show `tools`, folders of this machine, and hide files and folders in all that they show."""
+
+    programs_here = True
 
     def __init__(self, tools: Iterable[Path] = (), hidden: Iterable[Path] = ()) -> None:
         self.tools = [Path(os.path.abspath(tool)) for tool in tools]

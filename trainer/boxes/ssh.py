@@ -348,6 +348,7 @@ class SshRuntime:
 
     name = "ssh"
     isolated = True
+    programs_here = False
     warning: str | None = None
 
     def __init__(self, machine: Machine, settings: Mapping[str, Any]) -> None:

@@ -177,7 +177,11 @@ def _field_option(name: str, field: "FieldInfo") -> Callable[[Command], Command]
     )
 
 
-_FLAGS = {"sessions": ("-n", "--sessions"), "container_arguments": ("--container-argument",)}
+_FLAGS = {
+    "sessions": ("-n", "--sessions"),
+    "container_arguments": ("--container-argument",),
+    "ssh_arguments": ("--ssh-argument",),
+}
 """Flags of fields whose name is not the flag."""
 
 

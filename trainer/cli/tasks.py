@@ -22,7 +22,10 @@ from rolltap.types import TaskCheck
 
 _FILES_SHOWN = 20
 _DIFF_LINES = 30
-_OPTIONS = ("repositories", "runtime", "tools", "container_engine", "container_arguments")
+_OPTIONS = (
+    *("repositories", "runtime", "tools", "container_engine", "container_arguments"),
+    *("ssh", "ssh_kind", "ssh_python", "ssh_arguments"),
+)
 _EXAMPLES = examples("rolltap tasks check tasks.jsonl --runtime sandbox")
 
 

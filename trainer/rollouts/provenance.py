@@ -66,6 +66,7 @@ class Provenances:
         image_digest = await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else ""
         version = await reported_version(self._harness, self._runtime, self._work, image)
         harness = self._harness
+        is_here = image is None and self._runtime.programs_here
         if version and harness.version and version != harness.version:
             how = f": install it with `{harness.install}`, or" if harness.install else ":"
             what = f"has the version {version}, and its preset was tested with {harness.version}{how}"
@@ -73,7 +74,7 @@ class Provenances:
             logger.warning("the harness %s %s %s", harness.name, what, why)
         return Provenance(
             harness_version=version,
-            program_digest=await asyncio.to_thread(_program_digest, self._harness, image),
+            program_digest=await asyncio.to_thread(_program_digest, harness, is_here),
             preset_digest=self._harness.digest(),
             image_digest=image_digest,
         )
@@ -114,13 +115,14 @@ def find_version(output: str) -> str:
     return found[1] if found else ""
 
 
-def _program_digest(harness: Harness, image: str | None) -> str:
+def _program_digest(harness: Harness, is_here: bool) -> str:
     """Return the SHA-256 of a program's file, and of the files that its preset names; empty without any.
 
-    Of a folder its Python files count. In an image its digest stands for the program, and for absolute paths.
+    Of a folder its Python files count. A program of an image or of another machine, and absolute paths there, have no
+    digest here.
     """
     files: list[Path] = []
-    if image is None:
+    if is_here:
         program = os.path.abspath(shutil.which(harness.program) or "/")
         words = [program, *harness.arguments, *harness.headless]
         files += [Path(word) for word in words if os.path.isabs(word) and os.path.isfile(word)]

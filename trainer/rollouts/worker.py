@@ -83,7 +83,7 @@ class Worker:
             self.runtime.hide(private_paths(self.recorder.path, tasks, private, tools))
             self.runtime.layers()
         fitting = fit_tasks(tasks, self.runtime, self.harness)
-        if not all(task.image for task in fitting):
+        if self.runtime.programs_here and not all(task.image for task in fitting):
             self.harness.require_program()
         check_judges(fitting, self.recorder.engine)
         return fitting

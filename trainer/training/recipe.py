@@ -241,7 +241,7 @@ def _faults(recipe: Recipe) -> Iterator[str]:
                 yield f"{key} = {given!r} runs no [{table}]: remove one of them"
     if recipe.service is not None and recipe.ray is not None:
         yield "service and ray: the service has the sessions: give --ray to `rolltap service`"
-    if recipe.runtime != "container" and (recipe.container_engine or recipe.container_arguments):
+    if recipe.runtime not in ("container", "ssh") and (recipe.container_engine or recipe.container_arguments):
         what = 'container_engine and container_arguments are for runtime = "container"'
         yield f'{what}, not "{recipe.runtime}"'
     if recipe.evaluation is not None and recipe.concurrency == 1:

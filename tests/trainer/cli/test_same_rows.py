@@ -1,0 +1,83 @@
+"""One task file gives the same rows wherever its sessions run, but for names and times."""
+
+import json
+
+import pytest
+
+from rolltap.addons.store.tables import read_rows
+from tests.boxes import sandboxed
+from tests.machines import SshMachine
+from tests.scripted_engine import Say
+from tests.trainer.cli.program import HELLO, run_rolltap
+
+AGENT = f"""
+import json, urllib.request
+url, body = "https://api.openai.com/v1/chat/completions", json.dumps({HELLO!r}).encode()
+reply = json.load(urllib.request.urlopen(urllib.request.Request(url, body, {{"content-type": "application/json"}})))
+open("answer.txt", "w").write(reply["choices"][0]["message"]["content"])
+open("given.txt", "a").write("more")
+"""
+JUDGE = "cat given.txt; cat answer.txt > $ROLLTAP_REWARD_FILE"
+NAMES = {"session_id", "call_id", "parent_id", "group_id", "digest"}
+PLACES = {"runtime", "key", "program_digest"}
+"""Columns that say where a session ran. Only a program of this machine has a digest."""
+
+
+@pytest.fixture
+def arguments(scripted_engine, tokenizer_folder, tmp_path):
+    """Arguments of a rollout of two sessions, but for its run folder and the place of its sessions."""
+    scripted_engine.otherwise = lambda request: Say("0.5")
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "given.txt").write_text("given, ")
+    judge = {"kind": "command", "command": ["sh", "-c", JUDGE], "result": "number", "paths": ["answer.txt"]}
+    task = {"id": "t", "instruction": "Say it.", "judge": judge, "workspace": str(tmp_path / "start")}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
+    program = json.dumps(["-c", AGENT])
+    (tmp_path / "harness.toml").write_text(
+        f'name = "x"\nversion = "1"\nprogram = "/usr/bin/python3"\nheadless = {program}\n'
+    )
+    engine = ["--engine", scripted_engine.url, "--model", tokenizer_folder]
+    return ["rollout", tmp_path / "tasks.jsonl", "--harness", tmp_path / "harness.toml", "-n", 2, *engine]
+
+
+def rows(run):
+    """Return the rows of a run's tables and its logs, without names and times."""
+    found = {}
+    sessions = sorted(row["session_id"] for row in read_rows(run, "sessions"))
+    for table in ("sessions", "calls", "events"):
+        found[table] = []
+        for row in read_rows(run, table):
+            if str(row.get("detail")).startswith("{"):
+                row["detail"] = compared(json.loads(row["detail"]))
+            text = json.dumps(compared(row), sort_keys=True, default=str)
+            found[table].append(text.replace(row["session_id"], "SESSION"))
+        found[table].sort()
+    for suffix in (".log", ".diff", ".judge.log"):
+        logs = [run / "logs" / f"{session}{suffix}" for session in sessions]
+        found[suffix] = [log.read_text() for log in logs]
+    return found
+
+
+def compared(row):
+    is_time = ("at", "started_at", "finished_at", "first_token_at")
+    left_out = {*NAMES, *PLACES, *is_time, *(key for key in row if key.endswith("_seconds"))}
+    return {key: value for key, value in row.items() if key not in left_out}
+
+
+@sandboxed
+def test_sessions_behind_ssh_have_the_rows_of_sessions_here(arguments, tmp_path):
+    here = run_rolltap(*arguments, "--out", tmp_path / "here", "--runtime", "sandbox")
+    assert here.returncode == 0, here.stderr
+    options = ["--runtime", "ssh"]
+    for key, value in SshMachine(tmp_path / "machine").keys().items():
+        if key == "ssh_arguments":
+            options += [f"--ssh-argument={argument}" for argument in value]
+        else:
+            options += [f"--{key.replace('_', '-')}", value]
+    there = run_rolltap(*arguments, "--out", tmp_path / "there", *options)
+    assert there.returncode == 0, there.stderr
+    expected = rows(tmp_path / "here")
+    assert [json.loads(row)["reward"] for row in expected["sessions"]] == [0.5, 0.5]
+    assert expected[".judge.log"] == ["given, ", "given, "]
+    assert "answer.txt" in expected[".diff"][0]
+    assert rows(tmp_path / "there") == expected
