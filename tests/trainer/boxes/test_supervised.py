@@ -111,11 +111,14 @@ async def test_it_has_no_standard_input_and_no_descriptor_of_the_supervisor(tmp_
     assert (tmp_path / "log").read_text() == "['0', '1', '2', '3']\n"  # 3 reads the folder
 
 
-async def test_a_command_that_takes_too_long_can_write_its_last_words(tmp_path):
+async def test_a_command_that_takes_too_long_can_write_its_last_words(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo")
     script = "trap 'echo bye; exit' TERM; echo > fifo; while :; do sleep 0.01; done"
-    running = asyncio.create_task(sh(script, tmp_path, timeout=1))
+    running = asyncio.create_task(sh(script, tmp_path, timeout=600))
     await asyncio.to_thread((tmp_path / "fifo").read_text)
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + 600)  # not before the trap is set
     assert await running == Ended(None, "timeout")
     assert (tmp_path / "log").read_text().endswith("bye\n")
 
