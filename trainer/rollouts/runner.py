@@ -42,6 +42,9 @@ class _SubmittedGroup:
     ended: list[Session] = field(default_factory=list)
     """Its sessions so far, in the order in which they ended."""
     running: dict[str, SessionAttempt] = field(default_factory=dict)
+    submitted_at: float = field(default_factory=time.monotonic)
+    begun_at: dict[str, float] = field(default_factory=dict)
+    """First attempt of a session -> the time at which it began."""
 
 
 @dataclass(slots=True)
@@ -150,7 +153,7 @@ class GroupRunner:
                 running.task.cancel()
         if self._lost is not None:
             self._lost(node, why)
-        elif not self._nodes:
+        elif not self._nodes and not self._over:
             self._tasks.create_task(self._fail(why))
         self._go_on_soon()
 
@@ -287,6 +290,12 @@ class GroupRunner:
 
     def _start(self, submitted: _SubmittedGroup, session_id: str, node: Node) -> None:
         attempt = SessionAttempt(session_id, submitted.group, submitted.policy_version)
+        now = time.monotonic()
+        begun_at = submitted.begun_at.setdefault(place_of(session_id), now)
+        if begun_at == now:
+            attempt.queued_seconds = now - submitted.submitted_at
+        else:
+            attempt.retried_seconds = now - begun_at
         submitted.running[session_id] = attempt
         task = self._tasks.create_task(self._run(attempt, submitted, node))
         self._running[session_id] = _Running(attempt, node, task)
@@ -324,6 +333,7 @@ class GroupRunner:
                 judged_from = time.monotonic()
 
         facts: Facts | None = None
+        failure: Exception | None = None
         try:
             facts = await node.run(attempt, enter)
             if facts.unreadable is not None:
@@ -335,7 +345,7 @@ class GroupRunner:
             self._over = True
             raise
         except (RolltapError, OSError) as error:
-            self.remove_node(node, error)
+            failure = error
         except BaseException:
             self._over = True
             raise
@@ -345,6 +355,8 @@ class GroupRunner:
             if attempt.row is not None:
                 submitted.ended.append(attempt.row)
                 self._ended(attempt.row, max(0.0, time.monotonic() - judged_from))
+        if failure is not None:
+            self.remove_node(node, failure)
         self._note_end(submitted, attempt, node, facts)
         if facts is not None:
             await self._consider_giving_up(submitted, attempt, node)
