@@ -26,6 +26,8 @@ class SessionAttempt:
         policy_version: Version of the weights of a session without a sampled token. None stands for the version that is
             published when the session begins.
         why_stopped: The error in the row of a session that is cancelled while it runs.
+        queued_seconds: Seconds for which the session waited for this node. retried_seconds: Seconds of
+            its earlier attempts, with the pauses and the waiting after each.
         row: The session's row. The node sets it before `run` returns or raises. A session that ended before it began
             to run has none.
     """
@@ -34,6 +36,8 @@ class SessionAttempt:
     group: Group
     policy_version: str | None = None
     why_stopped: str = "the rollout was stopped while it ran"
+    queued_seconds: float = 0.0
+    retried_seconds: float = 0.0
     row: Session | None = None
 
 

@@ -28,7 +28,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
@@ -43,6 +43,7 @@ from rolltap.trainer.judges.command import judge_here, last_line
 from rolltap.trainer.judges.folders import open_to_owner
 from rolltap.trainer.judges.judge import fault_on_start, judge, prepare_ahead
 from rolltap.trainer.judges.verdict import Judged
+from rolltap.trainer.phases import PhaseClock, send_spans
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.node import Enter, SessionAttempt
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 _NEVER_STARTS = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Errors of a program that is missing, or is no program: another attempt would fail too."""
+_SPAN_ATTRIBUTES = ("session_id", "task_id", "group_id", "harness", "status", "reward", "policy_version", "runtime")
 _NOT_RUN = (126, 127)
 """Exit statuses of a shell that cannot run a command."""
 _SHOWN = (
@@ -158,9 +160,16 @@ async def run_session(context: SessionContext, attempt: SessionAttempt, enter: E
     or written. The session has its row then, if it can be written.
     """
     session = new_session(context, attempt)
+    clock = PhaseClock("preparing", queued=attempt.queued_seconds, retried=attempt.retried_seconds)
+
+    async def enter_timed(phase: Literal["running", "judging"]) -> None:
+        clock.enter("queued")
+        await enter(phase)
+        clock.enter(phase)
+
     facts = Facts()
     try:
-        facts = await _play(context, session, attempt.group, enter)
+        facts = await _play(context, session, attempt.group, enter_timed)
     except asyncio.CancelledError:
         if session.status == "cancelled":  # it has no outcome yet
             session.error = attempt.why_stopped
@@ -177,8 +186,15 @@ async def run_session(context: SessionContext, attempt: SessionAttempt, enter: E
     finally:
         if session.status != "unknown":
             attempt.row = session
+            clock.enter("")
+            for phase, seconds in clock.seconds().items():
+                setattr(session, f"{phase}_seconds", seconds)
             session.finished_at = utc_now()
-            await run_to_end(end_session, context.recorder, session, attempt.group.task)
+            try:
+                await run_to_end(end_session, context.recorder, session, attempt.group.task)
+            finally:
+                shown = {name: getattr(session, name) for name in _SPAN_ATTRIBUTES}
+                await run_to_end(send_spans, clock, shown)
     return facts
 
 

@@ -10,11 +10,13 @@ from dataclasses import replace
 import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
+from rolltap.addons.store.records import PHASES
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.judges.verdict import Judged
+from rolltap.trainer.rollouts import runner
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group
@@ -50,6 +52,29 @@ async def test_a_session_is_begun_before_it_runs_and_its_row_is_complete(play, r
     assert (row.status, row.reward, row.runtime) == ("completed", 1.0, "process")
     assert row.evidence["changed"] == ["made.txt"]
     assert row.suspicions == {}
+
+
+SECONDS = {f"{phase}_seconds" for phase in PHASES}
+
+
+def timed(row):
+    """Return the phases of which a row has the seconds."""
+    return {name.removesuffix("_seconds") for name in SECONDS if getattr(row, name) is not None}
+
+
+async def test_a_row_has_the_seconds_of_the_phases_that_its_session_reached(play, recorder, monkeypatch):
+    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
+    sent = []
+    monkeypatch.setattr(session_module, "send_spans", lambda clock, attributes: sent.append((clock, attributes)))
+    row = await play(ONE_CALL)
+    assert timed(row) == {"queued", "preparing", "running", "judging"}
+    assert row.running_seconds <= (row.finished_at - row.started_at).total_seconds()
+    [(clock, attributes)] = sent
+    assert {name: getattr(row, f"{name}_seconds") for name in timed(row)} == clock.seconds()
+    assert (attributes["session_id"], attributes["status"], attributes["reward"]) == (row.session_id, "completed", 1.0)
+    row = await play(ONE_CALL, runtime=Lacking(), retries=1)
+    assert timed(row) == {"queued", "preparing"}
+    assert timed(load_sessions(recorder.path)[f"{row.session_id}~1"]) == {"retried", "preparing"}
 
 
 async def test_the_time_limit_of_preparing_begins_when_its_copy_does(play, monkeypatch):
