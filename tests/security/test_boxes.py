@@ -1,5 +1,6 @@
 """Attacks by programs that run in boxes: sandboxes, and containers whose /usr is this machine's."""
 
+import atexit
 import functools
 import os
 import pwd
@@ -14,10 +15,11 @@ import pytest
 
 from rolltap.trainer.boxes.container import ContainerRuntime, system_root
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, scratch_folder
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, remove_folder, scratch_folder
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from tests.boxes import fault_of
 from tests.deep import DEEP, cases
+from tests.machines import SshMachine
 from tests.security.attack_scripts import ATTACKS, FILLS, HARMFUL, ONE_OF_EACH, SCRIPTS, WORKS
 from tests.security.attacks import play, run_as, world
 
@@ -67,11 +69,19 @@ def docker_container():
     return OfImage("docker")
 
 
+def behind_ssh():
+    """Return sandboxes behind ssh. The machine is this one: its files and processes are as near as can be."""
+    folder = Path(tempfile.mkdtemp(prefix="machine-"))
+    atexit.register(remove_folder, folder)
+    return SshMachine(folder).runtime()
+
+
 BOXES = {
     f"sandbox of {ME}": (sandbox, ME, list(SCRIPTS)),
     "container": (container, ME, list(SCRIPTS) if DEEP else ONE_OF_EACH),
     "container of Docker": (docker_container, ME, list(SCRIPTS) if DEEP else ["disturb the first process of its box"]),
     "sandbox of nobody": (sandbox, "nobody", list(SCRIPTS)),
+    "sandbox behind ssh": (behind_ssh, ME, list(SCRIPTS)),
 }
 """Function that makes the runtime, user, and the scripts that it runs."""
 
@@ -107,7 +117,7 @@ def played(request):
             folder.chmod(0o755)
             machine = stack.enter_context(world(folder))
             # the rest of a container's system is its own copy
-            env = machine.env if make is sandbox else {**machine.env, "SYSTEM": "/usr /usr/bin"}
+            env = machine.env if make in (sandbox, behind_ssh) else {**machine.env, "SYSTEM": "/usr /usr/bin"}
             return machine, run_as(user, folder / "boxes", f"{__name__}:{make.__name__}", env, names)
 
         yield play_in
