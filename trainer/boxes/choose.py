@@ -8,6 +8,7 @@ from typing import Any
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.apptainer import ApptainerRuntime
 from rolltap.trainer.boxes.container import ContainerRuntime
+from rolltap.trainer.boxes.harbor import HarborRuntime, read_environment
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
@@ -25,6 +26,9 @@ def make_runtime(
     ssh_kind: str | None = None,
     ssh_python: str | None = None,
     ssh_arguments: Sequence[str] = (),
+    harbor_python: str | None = None,
+    harbor_environment: str | None = None,
+    recorder_address: str | None = None,
 ) -> Runtime:
     """Return a runtime. `Runtime.check` says whether it works here. `RolloutConfig` has checked the names.
 
@@ -36,7 +40,18 @@ def make_runtime(
     With the runtime `ssh`, `tools` and container engine are those of the machine `ssh`, `ssh_kind` is the runtime there
     (by default `sandbox`), `ssh_python` a Python there with psutil and pydantic, and `ssh_arguments` stand before the
     machine in the command line of ssh(1).
+
+    With the runtime `harbor`, `harbor_python` is a Python that has Harbor, `harbor_environment` is read by
+    `read_environment`, and `recorder_address` is the recorder as its boxes reach it, if there is one.
     """
+    arguments = list(container_arguments)
+    if name != "harbor":
+        _refuse(
+            name,
+            harbor_python=harbor_python,
+            harbor_environment=harbor_environment,
+            recorder_address=recorder_address,
+        )
     if name == "ssh":
         if ssh is None or not ssh.strip() or ssh.startswith("-"):
             raise InputError(
@@ -46,7 +61,7 @@ def make_runtime(
         settings: dict[str, Any] = {
             "tools": [str(tool) for tool in tools],
             "container_engine": container_engine,
-            "container_arguments": list(container_arguments),
+            "container_arguments": arguments,
         }
         _refuse("ssh", build=build)
         if kind != "container":
@@ -62,9 +77,23 @@ def make_runtime(
             "remove it"
         )
     if name != "container":
-        arguments = list(container_arguments)
-        _refuse(name, container_engine=container_engine, container_arguments=arguments, build=build)
+        _refuse(name, container_engine=container_engine, container_arguments=arguments)
     folders = [_folder(tool) for tool in tools]
+    if name == "harbor":
+        if harbor_python is None or harbor_environment is None:
+            raise InputError(
+                'runtime = "harbor" needs harbor_python (--harbor-python), the Python of an environment with Harbor, '
+                "and harbor_environment (--harbor-environment), such as daytona"
+            )
+        return HarborRuntime(
+            Path(harbor_python).expanduser(),
+            read_environment(harbor_environment),
+            recorder_address,
+            tools=folders,
+            builds=build,
+        )
+    if name != "container":
+        _refuse(name, build=build)
     if name == "process":
         return ProcessRuntime()
     if name == "sandbox":

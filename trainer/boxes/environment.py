@@ -78,9 +78,13 @@ class Proxy:
         return [Mount(self.ca, f"{CERTIFICATES}/ca.pem"), Mount(self.bundle, f"{CERTIFICATES}/ca-bundle.pem")]
 
     def url(self, session_id: str, address: str | None = None) -> str:
-        """Return the proxy's URL with the credentials of a session. `address` is where the session reaches it."""
+        """Return the proxy's URL with the credentials of a session.
+
+        `address` is where the session reaches it, `HOST:PORT`, or `https://HOST:PORT` behind TLS.
+        """
         user = f"{quote(session_id, safe='')}:{password(self._secret, session_id)}"
-        return f"http://{user}@{address or self.address}"
+        scheme, _, place = (address or self.address).rpartition("://")
+        return f"{scheme or 'http'}://{user}@{place}"
 
     def environment(
         self, session_id: str, *, address: str | None = None, certificates: str | None = None

@@ -13,6 +13,7 @@ import asyncio
 import errno
 import filecmp
 import gzip
+import json
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ import stat
 import tempfile
 import threading
 import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -191,24 +192,32 @@ class HarborRuntime:
     Args:
         python: Program of a Python that has Harbor.
         environment: Harbor's keys of a trial's `environment`, such as `type`.
-        recorder_address: The recorder as boxes reach it, `HOST:PORT`, or `https://HOST:PORT` behind TLS.
+        recorder_address: The recorder as boxes reach it, `HOST:PORT`, or `https://HOST:PORT` behind TLS. None if no
+            box needs it.
         tools: Folders of this machine that boxes get, under the same path.
+        builds: True lets Harbor build the images of tasks that have only a Dockerfile.
     """
 
     name = "harbor"
     isolated = True
-    builds = True
+    programs_here = False
 
     def __init__(
         self,
         python: Path,
         environment: Mapping[str, Any],
-        recorder_address: str,
+        recorder_address: str | None,
         *,
         tools: Sequence[Path] = (),
+        builds: bool = False,
     ) -> None:
+        self.builds = builds
         self.recorder_address = recorder_address
-        self._host = urlsplit(f"//{recorder_address.rpartition('://')[2]}").hostname
+        self._allowed: list[str] = []
+        """The recorder's host."""
+        if recorder_address is not None:
+            place = urlsplit(f"//{recorder_address.rpartition('://')[2]}")
+            self._allowed.append(str(place.hostname))
         self.shown = [*tools]
         self.warning: str | None = None
         self._python = python
@@ -219,14 +228,14 @@ class HarborRuntime:
         self._restricts: bool | None = None
         self._builds: dict[str, Path] = {}
 
-    def show(self, program: str, files: Sequence[Path] = ()) -> None:
+    def show(self, program: str, files: Iterable[Path] = ()) -> None:
         """See `Runtime.show`. The program is the image's own."""
         self.shown += [file for file in files if file not in self.shown]
 
     def check(self) -> None:
         """Raise `InputError` without Harbor, and for an environment that Harbor does not have or cannot use."""
         with self._open():
-            checking = self.send("check", environment=self._environment, allowed=[self._host])
+            checking = self.send("check", environment=self._environment, allowed=self._allowed)
             try:
                 answer = checking.result()
             except OSError as error:
@@ -322,7 +331,7 @@ class HarborRuntime:
         folder = self._builds.get(str(spec.image))
         allowed = None
         if self._restricts:
-            allowed = [] if spec.proxy is None else [self._host]
+            allowed = [] if spec.proxy is None else self._allowed
         return {
             "environment": self._environment,
             "image": spec.image if folder is None else None,
@@ -355,6 +364,24 @@ class HarborRuntime:
                     self.process = None
             if last is not None:
                 last.close()
+
+
+def read_environment(text: str) -> dict[str, Any]:
+    """Return Harbor's keys of a trial's `environment`: a type, a class as MODULE:CLASS, or a JSON file with the keys.
+
+    Raises `InputError` for a file that cannot be read.
+    """
+    if not text.endswith(".json"):
+        return {"import_path" if ":" in text else "type": text}
+    try:
+        keys = json.loads(Path(text).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"harbor_environment names {text}, which cannot be read: {error}"
+        ) from error
+    if not isinstance(keys, dict):
+        raise InputError(f"harbor_environment names {text}, which has no object of JSON")
+    return keys
 
 
 def _pack(file: Path, parts: Mapping[str, Path]) -> None:

@@ -19,10 +19,16 @@ from rolltap.trainer.toml import describe
 RUNTIME_SETTINGS = (
     *("tools", "container_engine", "container_arguments", "build"),
     *("ssh", "ssh_kind", "ssh_python", "ssh_arguments"),
+    *("harbor_python", "harbor_environment", "recorder_address"),
 )
 """Settings of a runtime that is chosen by its name."""
 
-FREE_OPTIONS = frozenset({"rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"})
+FREE_OPTIONS = frozenset(
+    {
+        *("rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"),
+        *("listen_host", "listen_port"),
+    }
+)
 """Options of the recorder that decide no session."""
 
 
@@ -73,8 +79,9 @@ class RolloutConfig(BaseModel):
     """Number of the recorder's processes. Each uses one core; a session's id names its process."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a harness is stopped, unless its task has a time limit of its own."""
-    runtime: Literal["process", "sandbox", "container", "apptainer", "ssh"] = "process"
-    """Where sessions run. `process` does not protect this machine from the harness; `ssh` is another machine."""
+    runtime: Literal["process", "sandbox", "container", "apptainer", "ssh", "harbor"] = "process"
+    """Where sessions run. `process` does not protect this machine from the harness; `ssh` is another machine, and
+    `harbor` has environments of Harbor."""
     tools: tuple[Path, ...] = ()
     """Folders of installed programs that a box shows, read-only, under the same path. With `ssh` they are folders of
     that machine."""
@@ -92,6 +99,14 @@ class RolloutConfig(BaseModel):
     """Python 3.11 or newer on the machine `ssh`, with psutil and pydantic. By default `python3`."""
     ssh_arguments: tuple[str, ...] = ()
     """Arguments of ssh before the machine, as in `ssh ARGUMENTS USER@HOST`."""
+    harbor_python: str | None = Field(default=None, min_length=1)
+    """Program of a Python that has Harbor, for the runtime `harbor`."""
+    harbor_environment: str | None = Field(default=None, min_length=1)
+    """Harbor's environment: its type, such as `daytona`, a class as MODULE:CLASS, or a JSON file with the keys that
+    Harbor's `environment` has."""
+    recorder_address: str | None = Field(default=None, pattern=r"^(https://)?[^/@\s]+:[0-9]+$")
+    """The recorder as boxes of the runtime `harbor` reach it: HOST:PORT, or https://HOST:PORT behind TLS of your own.
+    The recorder itself listens where its options `listen_host` and `listen_port` say."""
     budget: Budget = Budget()
     """Budgets of each session."""
     retries: int = Field(default=2, ge=0)
@@ -117,8 +132,27 @@ class RolloutConfig(BaseModel):
         return self
 
     def options(self) -> dict[str, str | list[str]]:
-        """Return all options of the recorder, those of the budgets too."""
+        """Return all options of the recorder, those of the budgets too.
+
+        Raises `InputError` with the runtime `harbor` if no address leads to the recorder.
+        """
+        if self.runtime == "harbor":
+            self._require_address()
         return {**self.budget.options(), **self.recorder}
+
+    def _require_address(self) -> None:
+        if self.recorder_address is None or "listen_port" not in self.recorder:
+            raise InputError(
+                'runtime = "harbor" needs recorder_address (--recorder-address HOST:PORT), at which its boxes reach '
+                "the recorder, and the recorder's option listen_port (--set listen_port=8899), to which that address "
+                "leads; listen_host=0.0.0.0 too, unless a tunnel or a TLS proxy on this machine leads there"
+            )
+        if self.recorders > 1 or self.ray is not None:
+            key = "ray" if self.ray is not None else "recorders"
+            raise InputError(
+                f'{key} has no meaning with runtime = "harbor": recorder_address leads to one process of the '
+                "recorder, so remove it"
+            )
 
     def slots(self, share: float = 0.0) -> Slots:
         """Return the slots of a node. Sessions that evaluate have this share of them, and one at least."""
@@ -142,6 +176,9 @@ class RolloutConfig(BaseModel):
             ssh_kind=self.ssh_kind,
             ssh_python=self.ssh_python,
             ssh_arguments=self.ssh_arguments,
+            harbor_python=self.harbor_python,
+            harbor_environment=self.harbor_environment,
+            recorder_address=self.recorder_address,
         )
 
 
@@ -166,6 +203,9 @@ class RolloutArguments(TypedDict, total=False):
     ssh_kind: str | None
     ssh_python: str | None
     ssh_arguments: Sequence[str]
+    harbor_python: str | None
+    harbor_environment: str | None
+    recorder_address: str | None
     budget: Budget | Mapping[str, int]
     retries: int
     give_up_after: int

@@ -47,7 +47,8 @@ def last_lines(log: str) -> str:
 
 
 class Mitmdump:
-    """A mitmdump process on a free loopback port. Creating it starts it; `stop` and the end of this process end it.
+    """A mitmdump process, by default on a free loopback port. Creating it starts it; `stop` and the end of this process
+    end it.
 
     `name` is its name in errors. `options` are mitmproxy options, each with the list of its values. The process gets
     the `secret` through a socket. Its output is appended to the file `log`.
@@ -58,7 +59,7 @@ class Mitmdump:
     def __init__(self, name: str, options: Mapping[str, Sequence[str]], *, secret: str, log: Path) -> None:
         self._name, self._log = name, log
         self._earlier = log.stat().st_size if log.exists() else 0
-        command = [program(), "-s", str(script()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
+        command = [program(), "-s", str(script())]
         ready, told = os.pipe()
         self._ready = os.fdopen(ready)
         # not the environment, which every process of the user can read, and not a pipe, which it can open in /proc
@@ -71,7 +72,9 @@ class Mitmdump:
                 "rolltap_secret_file": f"/dev/fd/{theirs.fileno()}",
                 "rolltap_boxes": f"/dev/fd/{boxes.fileno()}",
             }
-            for option, values in {**options, **{option: [value] for option, value in channels.items()}}.items():
+            own = {option: [value] for option, value in channels.items()}
+            place = {"listen_host": ["127.0.0.1"], "listen_port": ["0"]}
+            for option, values in {**place, **options, **own}.items():
                 for value in values:
                     command += ["--set", f"{option}={value}"]
             self._program = Supervised(

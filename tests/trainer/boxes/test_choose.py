@@ -8,15 +8,20 @@ from rolltap.trainer.boxes.container import find_engine
 from rolltap.trainer.boxes.runtime import HidingRuntime, ImageRuntime
 from rolltap.trainer.rollouts.config import RolloutConfig
 
+HARBOR = {"harbor_python": "python", "harbor_environment": "daytona"}
+
 
 @pytest.mark.parametrize("name", get_args(RolloutConfig.model_fields["runtime"].annotation))
 def test_each_runtime_is_made_by_its_name_and_tools_are_folders(name, tmp_path):
-    machine = {"ssh": "machine"} if name == "ssh" else {}
-    tools = [tmp_path, str(tmp_path)] if name in ("sandbox", "container") else ()
-    runtime = make_runtime(name, tools=tools, **machine)
+    further = {
+        "ssh": {"ssh": "machine"},
+        "harbor": HARBOR,
+    }
+    tools = [tmp_path, str(tmp_path)] if name in ("sandbox", "container", "harbor") else ()
+    runtime = make_runtime(name, tools=tools, **further.get(name, {}))
     assert runtime.name == name
     assert runtime.isolated is (name != "process")
-    assert isinstance(runtime, HidingRuntime) is (name not in ("process", "ssh"))
+    assert isinstance(runtime, HidingRuntime) is (name not in ("process", "ssh", "harbor"))
 
 
 def test_boxes_behind_ssh_have_images_where_the_runtime_there_has_them():
@@ -40,6 +45,11 @@ def test_boxes_behind_ssh_have_images_where_the_runtime_there_has_them():
         ("ssh", {"ssh": "machine", "container_engine": "docker"}, "no meaning .*ssh with sandbox"),
         ("sandbox", {"ssh": "machine"}, "ssh = 'machine' has no meaning .*: remove it"),
         ("container", {"ssh_kind": "sandbox"}, "ssh_kind = 'sandbox' has no meaning .*: remove it"),
+        ("harbor", {}, 'runtime = "harbor" needs harbor_python .*and harbor_environment'),
+        ("harbor", {"ssh": "machine"}, "ssh = 'machine' has no meaning .*: remove it"),
+        ("harbor", {**HARBOR, "harbor_environment": "/no/such.json"}, "/no/such.json, which cannot be read"),
+        ("sandbox", HARBOR, "harbor_python = .* has no meaning .*: remove it"),
+        ("sandbox", {"recorder_address": "a:1"}, "recorder_address = 'a:1' has no meaning .*: remove it"),
         ("sandbox", {"tools": ["/no/such"]}, 'tools names "/no/such", which is no folder: write the folder'),
     ],
 )

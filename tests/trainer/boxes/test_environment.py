@@ -85,6 +85,11 @@ def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, 
     assert not any(mount.writable for mount in proxy.mounts())
 
 
+def test_a_recorder_behind_tls_is_reached_by_tls_from_a_box(ca):
+    env = Proxy("http://127.0.0.1:1", ca=ca, secret="hidden").environment("s", address="https://h:443")
+    assert env["HTTPS_PROXY"] == f"https://s:{password('hidden', 's')}@h:443"
+
+
 def test_no_root_certificates_are_read_to_end_a_session(ca, monkeypatch):
     monkeypatch.delattr("ssl.create_default_context")
     with pytest.raises(RecorderError, match="does not end session s"):

@@ -17,6 +17,7 @@ from rolltap.trainer.boxes.harbor import HarborRuntime, take_changes
 from rolltap.trainer.boxes.runtime import Ended, ImageRuntime, Mount
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks.task import Build, Limits
+from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import sh, spec_in, wait_until_dead
 from tests.harbor import (
     PYTHON,
@@ -27,6 +28,8 @@ from tests.harbor import (
     projects,
     require_harbor,
 )
+from tests.scripted_engine import Say
+from tests.trainer.cli.program import run_rolltap
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -273,6 +276,54 @@ async def test_images_have_workspaces_and_dockerfiles_are_built_by_harbor(tmp_pa
     async with runtime.box(make_spec(tmp_path, "localhost/rolltap-build:1")) as box:
         _, said = await sh(box, "cat /start/of-image.txt", tmp_path / "log")
     assert said == "FROM built"
+    assert boxes(tmp_path) == []
+
+
+ASKS = """
+import json, urllib.request
+ask = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+headers = {"content-type": "application/json"}
+url = "https://api.openai.com/v1/chat/completions"
+request = urllib.request.Request(url, json.dumps(ask).encode(), headers)
+with urllib.request.urlopen(request, timeout=60) as reply:
+    said = json.load(reply)["choices"][0]["message"]["content"]
+open("answer.txt", "w").write(said)
+"""
+
+
+def test_a_rollout_in_boxes_of_harbor_is_recorded_at_a_public_address_and_judged(
+    tmp_path, scripted_engine, tokenizer_folder
+):
+    scripted_engine.otherwise = lambda request: Say("0.5")
+    judge = {
+        "kind": "command",
+        "command": ["sh", "-c", "cat answer.txt >$ROLLTAP_REWARD_FILE"],
+        "result": "number",
+    }
+    task = {"id": "t", "instruction": "Say it.", "image": "an-image", "judge": judge}
+    (tmp_path / "start").mkdir()
+    (tmp_path / "tasks.jsonl").write_text(
+        json.dumps({**task, "workspace": str(tmp_path / "start")})
+    )
+    preset = tmp_path / "harness.toml"
+    headless = json.dumps(["-c", ASKS])
+    preset.write_text(f'name = "x"\nversion = "1"\nprogram = "python3"\nheadless = {headless}\n')
+    environment = tmp_path / "environment.json"
+    environment.write_text(json.dumps(folder_environment(tmp_path / "boxes")))
+    host = (
+        f"127.{secrets.randbelow(200) + 1}.{secrets.randbelow(256)}.7"  # nobody else listens there
+    )
+    ended = run_rolltap(
+        *("rollout", tmp_path / "tasks.jsonl", "--harness", preset, "-n", 2, "--json"),
+        *("--runtime", "harbor", "--harbor-python", PYTHON, "--harbor-environment", environment),
+        *("--recorder-address", f"{host}:8899"),
+        *("--set", f"listen_host={host}", "--set", "listen_port=8899"),
+        *("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder),
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = load_sessions(tmp_path / "run")
+    found = [(row.status, row.reward, row.runtime) for row in rows.values()]
+    assert found == [("completed", 0.5, "harbor")] * 2
     assert boxes(tmp_path) == []
 
 

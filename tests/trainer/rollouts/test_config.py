@@ -2,7 +2,10 @@
 
 import inspect
 
+import pytest
+
 import rolltap
+from rolltap.addons.errors import InputError
 from rolltap.trainer.cli.main import load
 from rolltap.trainer.rollouts.config import Budget, RolloutArguments, RolloutConfig
 from rolltap.trainer.training.recipe import Recipe
@@ -33,3 +36,19 @@ def test_budgets_and_further_options_are_those_of_the_recorder():
         "rolltap_max_prompt_tokens": "100",
         "rolltap_allow": ["a", "b"],
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs recorder_address .*listen_port"),
+        ({"recorder_address": "host:1"}, "needs recorder_address .*listen_port"),
+        ({"recorder_address": "host"}, "recorder_address"),
+        ({"recorder_address": "https://user@host:1"}, "recorder_address"),
+        ({"recorder_address": "host:1", "recorder": {"listen_port": "1"}, "recorders": 2}, "recorders has no meaning"),
+        ({"recorder_address": "host:1", "recorder": {"listen_port": "1"}, "ray": "head:1"}, "ray has no meaning"),
+    ],
+)
+def test_boxes_of_harbor_need_an_address_that_leads_to_one_recorder(settings, message):
+    with pytest.raises(InputError, match=message):
+        RolloutConfig.of({"runtime": "harbor", **settings}).options()
