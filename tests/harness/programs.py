@@ -80,7 +80,7 @@ PROGRAMS = {
     ),
     "codex": Program(
         [
-            ("exec_command", {"cmd": "COMMAND", "yield_time_ms?": 2000, "login?": False, "max_output_tokens?": 500}),
+            ("exec_command", {"cmd": "COMMAND", "yield_time_ms?": 20000, "login?": False, "max_output_tokens?": 500}),
             ("exec_command", {"workdir": ".", "tty?": True, "cmd": "COMMAND"}),
             ("get_goal", {}),
         ],
@@ -88,7 +88,7 @@ PROGRAMS = {
     ),
     "copilot": Program(
         [
-            ("bash", {"command": "COMMAND", "description": "Run it", "initial_wait?": 5, "mode?": "sync"}),
+            ("bash", {"command": "COMMAND", "description": "Run it", "initial_wait?": 20, "mode?": "sync"}),
             ("view", {"path": "{cwd}/missing-{n}.txt", "forceReadLargeFiles?": False}),
             ("glob", {"pattern": "*.{n}"}),
             ("apply_patch", {"input": "CONTENT"}),
