@@ -12,8 +12,7 @@ from pathlib import Path
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError, install_command
 from rolltap.trainer.boxes.build import image_of
-from rolltap.trainer.boxes.container import ContainerRuntime
-from rolltap.trainer.boxes.runtime import SYSTEM, ImageRuntime, Runtime
+from rolltap.trainer.boxes.runtime import SYSTEM, BuildingRuntime, ImageRuntime, Runtime
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.judges.protected import OneJudge, ambiguous, computed_makefiles, judges_of
@@ -122,7 +121,7 @@ async def build_images(tasks: Sequence[Task], runtime: Runtime, logs: Path, *, a
     `InputError` when these are all.
     """
     builds = {task.image: task.build for task in tasks if task.image is not None and task.build is not None}
-    if not builds or not isinstance(runtime, ContainerRuntime):
+    if not builds or not isinstance(runtime, BuildingRuntime):
         return list(tasks)
     places = asyncio.Semaphore(at_once)
     faults: dict[str | None, str] = {}
@@ -189,7 +188,7 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
     if any(isinstance(judge, PytestJudge) and judge.log_parser for judge in judges) and not find_spec("swebench"):
         raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: {install_command('swe')}")
     if task.build is not None:
-        if not isinstance(runtime, ContainerRuntime) or not runtime.builds:
+        if not isinstance(runtime, BuildingRuntime) or not runtime.builds:
             file = ", ".join(filter(None, [str(task.build.folder / "Dockerfile"), task.build.why]))
             raise RefusedError(
                 f"{where}: {file}: this needs an image to be built: use --build with --runtime container (in a recipe, "
