@@ -81,7 +81,7 @@ environment_docs() {
     environment docs -c constraints.txt --group docs && links docs
 }
 
-environment_rolltap() { checkout rolltap record,service,train,ray; }
+environment_rolltap() { checkout rolltap record,service,train,ray,otel; }
 
 environment_gpu() { checkout gpu record,service,train,kernels; }
 

@@ -28,7 +28,7 @@ import pydantic
 from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError
 from pydantic_core import ErrorDetails
 
-from rolltap.addons.store.records import Call, Event, Session
+from rolltap.addons.store.records import LATER_COLUMNS, Call, Event, Session
 
 MOST_MIB = "ROLLTAP_MOST_MIB"
 """Variable with the MiB of the largest commit, and of the largest file that is read as a whole."""
@@ -180,6 +180,7 @@ def is_name(text: str) -> bool:
 
 Number = Annotated[float, Field(strict=True, ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 Count = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=LARGEST_NUMBER)]
 
 
 class _Function(BaseModel):
@@ -263,6 +264,7 @@ _SESSION = _row_of(
     evidence=Json[dict[str, Any]],
     suspicions=Json[dict[str, Count]],
     revision=Count,
+    **dict.fromkeys(LATER_COLUMNS, Seconds | None),
 )
 _EVENT = _row_of(Event)
 _OBJECT_EVENT = _row_of(Event, detail=Json[dict[str, Any]])

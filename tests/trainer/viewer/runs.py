@@ -153,6 +153,8 @@ def long_session(tokenizer) -> list:
     tests = {"test_dates": "failed", "test_empty": "passed"}
     evidence = {"tests": tests, "exit_status": 1, "attempts": [{"seconds": 3, "status": 1}]}
     row = talk.end(
+        queued_seconds=2.5,
+        running_seconds=61.0,
         task_id="fix-dates", group_id="g-dates", harness="claude-code", reward=0.0, parts={"tests": 0.5},
         evidence=evidence, suspicions={"edits_tests": 2},
     )  # fmt: skip

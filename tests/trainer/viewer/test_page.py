@@ -345,6 +345,12 @@ def test_lanes_say_what_the_harness_took_before_and_after_its_calls(page):
     assert "the harness alone: 0.00 s before its first call, 1.50 s after its last" in text(page)
 
 
+def test_a_session_has_the_seconds_of_its_phases(page):
+    go(page, LONG)
+    page.wait_for_selector(".lanes")
+    assert "queued 2.50 s, running 1 min 1 s" in text(page)
+
+
 def test_an_event_after_the_last_call_is_drawn_in_the_lanes(page):
     go(page, LONG)
     page.wait_for_selector(".lanes")

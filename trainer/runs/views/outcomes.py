@@ -10,7 +10,7 @@ from typing import Any, get_args
 from rich.table import Table
 from rich.text import Text
 
-from rolltap.addons.store.records import Session, SessionStatus
+from rolltap.addons.store.records import PHASES, Session, SessionStatus
 from rolltap.trainer.console import IdTable
 from rolltap.trainer.runs.suspicions.rules import RULES
 from rolltap.trainer.traces.sessions import session_reward
@@ -197,6 +197,8 @@ def fact_tables(
     if session is not None:
         row = asdict(session)
         facts = [(name, row[name]) for name in _FACTS if row[name]]
+        if phases := phase_seconds(session):
+            facts.append(("phases", ", ".join(f"{name} {value:.1f} s" for name, value in phases.items())))
         facts += [(f"part {name}", f"{value:g}") for name, value in row["parts"].items()]
         if facts:
             yield make_table("session", ("", ""), facts)
@@ -212,6 +214,12 @@ def fact_tables(
             for each, reward, end in zip(revisions, rewards, ends, strict=True)
         ]
         yield make_table("rows of the session: the last counts", ("revision", "status", "reward", "ended"), rows)
+
+
+def phase_seconds(session: Session) -> dict[str, float]:
+    """Return phase -> seconds, for the phases that a session reached."""
+    seconds = {phase: getattr(session, f"{phase}_seconds") for phase in PHASES}
+    return {phase: value for phase, value in seconds.items() if value is not None}
 
 
 def number(value: float | None, unknown: str = "none") -> str:

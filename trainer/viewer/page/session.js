@@ -6,8 +6,15 @@ import { Ledger } from "./run.js";
 import { A, Badge, Card, Checks, Chip, count, duration, Facts, LeftOut, listed, Long, Message } from "./widgets.js";
 import { milliseconds, short, signed, Status, sum, T, TableCard, Tabs, total, utc, visible, Wait } from "./widgets.js";
 
+const PHASES = ["retried", "queued", "preparing", "running", "judging"];
 const LANE = 26; // height in pixels, as in style.css
 const took = (call) => duration(milliseconds(call.started_at, call.finished_at));
+
+/** Return how long a session was in each phase, as a text. */
+function phases(session) {
+  const known = PHASES.filter((phase) => session[`${phase}_seconds`] != null);
+  return known.map((phase) => `${phase} ${duration(1000 * session[`${phase}_seconds`])}`).join(", ");
+}
 
 function tone(call) {
   if (call.status !== "completed" || call.violation) return "bad";
@@ -190,6 +197,7 @@ export function Session({ id, query }) {
       ["weights", versions.map((version) => html`${link({ version }, version)} `)],
       ["started (UTC)", utc(session.started_at)],
       ["time", took(session)],
+      ["phases", phases(session)],
       ["tokens", `${count(sampled)} = ${count(trained)} ${own} + ${count(total(left_out))} left out`],
       ["not trained", newest?.reason],
       ["error", session.error],

@@ -44,6 +44,7 @@ def growing(tmp_path):
     writer = RunWriter(tmp_path)
     judged = {"harness": "codex", "runtime": "sandbox", "evidence": EVIDENCE}
     judged["suspicions"] = {"odd_files": 1, "forged_report": 1}
+    judged |= {"queued_seconds": 1.0, "running_seconds": 61.25}
     writer.add_session(session("judged", reward=0.0, harness_version="1.0", **judged))
     parts = {"speed": 0.5}
     writer.add_session(session("judged", reward=0.5, revision=1, parts=parts, harness_version="1.0", **judged))
@@ -92,12 +93,13 @@ def test_a_session_that_runs_has_the_suspicions_of_its_calls_so_far(growing):
 def test_a_session_shows_its_evidence_and_all_its_rows(growing):
     text = printed(growing, "judged")
     expected = ["reward 0.5", "1 failed, 2 passed", "t.py::b: failed", "src/[bold].py", "pipe: fifo", "ab" * 32]
-    expected += ["logs/judged.diff", "rows of the session: the last counts", "a test passed that must fail"]
+    expected += ["queued 1.0 s, running 61.2 s", "logs/judged.diff", "rows of the session: the last counts", "a test passed that must fail"]
     assert [shown for shown in expected if shown not in text] == []
     values = json.loads(printed(growing, "judged", "--json"))
     assert [row["reward"] for row in values["revisions"]] == [0.0, 0.5]
     assert values["session"]["evidence"] == EVIDENCE
     assert values["session"]["parts"] == {"speed": 0.5}
+    assert values["session"]["running_seconds"] == 61.25
     assert values["suspicions"] == {"odd_files": 1, "forged_report": 1}
     assert str(growing) not in json.dumps(values)
 
