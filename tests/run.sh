@@ -89,6 +89,7 @@ others() {
 }
 
 environment_312 || say "there is no Python 3.12: the addons are tested on this one only"
+environment_harbor || say "Harbor could not be installed: the tests of the runtime harbor are skipped"
 environments_wheel
 environment_docs
 sed -i "s/^installs.*/installs $((SECONDS - began))/" "$times"

@@ -35,6 +35,9 @@ SKIPPED = {
     "rolltap env --proxy http://172.17.0.1:8080 --secret-file recorder.secret --session box-1 --harness codex \\": (
         "needs Docker and an image"
     ),
+    "python3.12 -m venv harbor && harbor/bin/pip install 'harbor[daytona]==0.25.0'": (
+        "needs an account; tests/trainer/boxes/test_harbor.py runs such a rollout"
+    ),
     "rolltap doctor --harness my-agent.toml": "there is no such program",
     "pip install '.[record,service]'": "runs until it is stopped; tests/trainer/service starts it",
     "pip install '.[record,ray]'": "needs other machines; tests/trainer/nodes has nodes on one",

@@ -132,7 +132,7 @@ class Runtime(Protocol):
     """Makes boxes. Everything in a box dies when its block is left, and when this process dies, by kill -9 too."""
 
     name: str
-    """`process`, `sandbox`, `container`, `apptainer` or `ssh`."""
+    """`process`, `sandbox`, `container`, `apptainer`, `ssh` or `harbor`."""
     warning: str | None
     """Dangers that the runtime does not protect from; None when there is nothing to say."""
     isolated: bool

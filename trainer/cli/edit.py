@@ -51,7 +51,7 @@ def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command]
 @_accepted("--policy-version", "policy_versions", "Weights of the session's first sampled token.")
 @_accepted("--status", "statuses", "Session status.", type=click.Choice(get_args(SessionStatus)))
 @_accepted("--task", "tasks", "Name of the task.", metavar="ID")
-@_accepted("--runtime", "runtimes", "Where the session ran: process, sandbox, container or apptainer.", metavar="NAME")
+@_accepted("--runtime", "runtimes", "Where the session ran, such as sandbox.", metavar="NAME")
 @click.option(
     "--suspicious/--not-suspicious",
     default=None,

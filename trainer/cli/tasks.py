@@ -25,6 +25,7 @@ _DIFF_LINES = 30
 _OPTIONS = (
     *("repositories", "runtime", "tools", "container_engine", "container_arguments"),
     *("ssh", "ssh_kind", "ssh_python", "ssh_arguments"),
+    *("harbor_python", "harbor_environment"),
 )
 _EXAMPLES = examples("rolltap tasks check tasks.jsonl --runtime sandbox")
 

@@ -68,13 +68,13 @@ async def rollout_async(
 
     `tasks` is a list of tasks, or a path as `load_tasks` reads it. `harness` is a harness, the name of a preset, or the
     path of a `.toml` file. `engine` is the URL of the vLLM server that serves `model`, or several separated by commas.
-    `runtime` is where sessions run: `process`, `sandbox`, `container`, `apptainer`, `ssh`, or a runtime of your own.
-    The first does not protect this machine from the harness. `progress` shows a progress bar on a terminal.
+    `runtime` is where sessions run: `process`, `sandbox`, `container`, `apptainer`, `ssh`, `harbor`, or a runtime of
+    your own. The first does not protect this machine from the harness. `progress` shows a progress bar on a terminal.
 
     `settings` are the fields of `rolltap.types.RolloutConfig`, as the options of `rolltap rollout`: `sessions` (of each
     task; they are one group), `concurrency`, `ray`, `recorders`, `timeout`, `repositories`, `tools`,
-    `container_engine`, `container_arguments`, `build`, `ssh`, `ssh_kind`, `ssh_python`, `ssh_arguments`, `budget`,
-    `retries`, `give_up_after` and `recorder`.
+    `container_engine`, `container_arguments`, `build`, `ssh`, `ssh_kind`, `ssh_python`, `ssh_arguments`,
+    `harbor_python`, `harbor_environment`, `recorder_address`, `budget`, `retries`, `give_up_after` and `recorder`.
 
     `out` is the run folder. A rollout into the folder of an earlier one resumes it: sessions that have ended are used
     again; those that were interrupted, failed because of the engine, the recorder or the machine, or could not be

@@ -31,7 +31,7 @@ from harbor.models.task.config import NetworkMode, NetworkPolicy
 from harbor.models.trial.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
-METHODS = ("exec", "upload_file", "download_file", "download_dir")
+METHODS = ("exec", "upload_file", "download_file")
 LINE_BYTES = 16 << 20
 _STOP_SECONDS = 100.0
 """Time in which all environments stop when stdin has ended. Then only their provider's own limits end them."""
