@@ -110,7 +110,7 @@ def test_a_process_that_fails_between_collective_operations_does_not_leave_the_o
         gathered(rank)
         abort_on_error(lambda: step(rank))
 
-    assert run_ranks(train, 3, seconds=30) == own_and_reported(bad, 3)
+    assert run_ranks(train, 3) == own_and_reported(bad, 3)
 
 
 def test_when_all_processes_fail_they_report_one_error():
