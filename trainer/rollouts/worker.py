@@ -15,7 +15,7 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.runtime import HidingRuntime, Runtime, private_paths
-from rolltap.trainer.concurrency import run_to_end, wait_for_end
+from rolltap.trainer.concurrency import Once, run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, plain_console, watched
 from rolltap.trainer.descriptors import make_room
 from rolltap.trainer.engine.engines import Engines
@@ -31,6 +31,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
 from rolltap.trainer.rollouts.runner import GroupRunner, OnEnd, OnLost
 from rolltap.trainer.rollouts.session import SessionContext, end_session, run_session
+from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.facts import Facts
@@ -66,8 +67,6 @@ class Worker:
         self.recorder = Recorder(out, engine=engine, model=model, options=config.options(), processes=config.recorders)
         self.context: SessionContext
         """Things that the sessions share. Only inside of the block."""
-        self.evaluation: Worker | None = None
-        """The worker of evaluations, which the caller enters and leaves. By default they are recorded here."""
 
     def fit(self, tasks: Sequence[Task], private: Sequence[Path] = ()) -> list[Task]:
         """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and starts nothing.
@@ -111,6 +110,7 @@ class Worker:
         return Engines(self.recorder.engine).silent()
 
     def __enter__(self) -> Self:
+        self._evaluation = Once[str, SessionContext]()
         make_room(self.config.concurrency)
         with ExitStack() as stack:
             stack.enter_context(rollout_lock(self.recorder.path))
@@ -149,10 +149,28 @@ class Worker:
         await run_to_end(self.__exit__, kind, value, traceback)
 
     async def context_of(self, group: Group) -> SessionContext:
-        """Return the context of the sessions of a group. Only inside of the block."""
-        if group.evaluates and self.evaluation is not None:
-            return self.evaluation.context
+        """Return the context of the sessions of a group. Only inside of the block.
+
+        Groups that evaluate are recorded in the folder `EVALUATION` of the run, by a recorder of
+        its own, which starts with the first of them and ends with the block. Raises what entering
+        raises.
+        """
+        if group.evaluates:
+            return await self._evaluation.get(EVALUATION, self._begin_evaluation)
         return self.context
+
+    async def _begin_evaluation(self) -> SessionContext:
+        worker = Worker(
+            self.config,
+            harness=self.harness,
+            engine=self.recorder.engine,
+            model=self.recorder.model,
+            out=self.recorder.path / EVALUATION,
+        )
+        worker.runtime = self.runtime
+        await worker.__aenter__()
+        self._cleanup.push(worker.__exit__)
+        return worker.context
 
     def runner(
         self,

@@ -18,14 +18,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from rolltap.addons.engine.policy import Policy, PolicyFile
+from rolltap.addons.engine.policy import POLICY_FILE, Policy, PolicyFile
 from rolltap.addons.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.addons.store.index import SessionIndex
+from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.addons.store.records import Session
+from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import ROOM_BYTES, run_files
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.descriptors import too_many_files
@@ -33,9 +36,10 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.names import some
-from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
+from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, place_of
 from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.service.events import EVENT, EVENT_KINDS, Accepted, AnyEvent, Cancelled, GroupEnded, Published
 from rolltap.trainer.service.journal import Journal
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest, SessionView, State
@@ -132,7 +136,8 @@ class Groups:
         self._recorded = Recorded([])
         self._work: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None]
-        self._calls: SessionIndex
+        self._calls: dict[Path, SessionIndex] = {}
+        """Run folder -> its calls."""
         self._reading = threading.Lock()
         """Held while the index of calls is used."""
 
@@ -210,8 +215,8 @@ class Groups:
         try:
             async with self.worker, self.worker.runner(_silent, share=self._share, ended=self._note) as schedule:
                 self.worker.digests.update(self.digests)
-                self._recorded = Recorded((await asyncio.to_thread(load_sessions, self.path)).values())
-                self._calls = await asyncio.to_thread(SessionIndex, self.path, "calls")
+                self._recorded = Recorded(await asyncio.to_thread(self._earlier))
+                self._calls = {}
                 async with self._changes:
                     for name in list(self._open):
                         await self._start(schedule, name)
@@ -368,6 +373,8 @@ class Groups:
                 self._do(self._end(name, nothing))
             return
         group.writes = []  # the earlier ones have ended; one that failed is done again
+        if request.evaluation:
+            await asyncio.to_thread(self._share_policy)
         given = Group(group.task, name, request.session_ids, sampling=request.sampling, evaluates=request.evaluation)
         for session in self._recorded.attempts(given):
             if session.session_id not in group.known:  # it ended, and the service before its event
@@ -443,10 +450,33 @@ class Groups:
             self._close(name, number)
         self.say(f"group {name}: {state}, {len(events)} sessions")
 
+    def _share_policy(self) -> None:
+        """Let evaluations begin with the weights of the run."""
+        policy = self.path / POLICY_FILE
+        if policy.exists():
+            (self.path / EVALUATION).mkdir(exist_ok=True)
+            write_atomically(self.path / EVALUATION / POLICY_FILE, policy.read_text())
+
+    def _earlier(self) -> list[Session]:
+        """Return the sessions that the service has recorded, also interrupted evaluations."""
+        sessions = [*load_sessions(self.path).values()]
+        evaluation = self.path / EVALUATION
+        if (evaluation / RUN_FILE).exists():
+            sessions += load_sessions(evaluation).values()
+            sessions += interrupted_sessions(evaluation)  # its recorder writes their rows
+        return sessions
+
     def _ledger(self, session: Session) -> Ledger:
-        with self._reading, self._calls as calls:
-            calls.refresh()
-            found = rebuild_calls(self.path, session.session_id, calls.batches(session.session_id), check_digests=False)
+        run = self.path
+        if self._open[session.group_id].request.evaluation:
+            run = self.path / EVALUATION
+        with self._reading:
+            if run not in self._calls:
+                self._calls[run] = SessionIndex(run, "calls")
+            with self._calls[run] as calls:
+                calls.refresh()
+                batches = calls.batches(session.session_id)
+                found = rebuild_calls(run, session.session_id, batches, check_digests=False)
         recorded = RecordedSession(session_id=session.session_id, session=session, calls=found)
         return trace_session(recorded, TraceOptions()).rewarded().ledger
 

@@ -1,16 +1,17 @@
 """The evaluations of a training: held-out tasks, rolled out with the weights of a step.
 
 Their sessions are recorded in `evaluation`, a run folder of its own in that of the training, which no training reads.
-Its recorder samples as the recipe's table [evaluation] says, by the `policy.json` of when the evaluation begins.
+They sample as the recipe's table [evaluation] says, by the `policy.json` of when the evaluation begins. Whatever runs
+the sessions of the training runs them too: their groups have the mark `evaluates`.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from rolltap.addons.engine.policy import POLICY_FILE
+from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.concurrency import run_blocking
@@ -19,11 +20,11 @@ from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.evaluation import pass_rows, rewards_of
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
+from rolltap.trainer.service.remote import RemoteWorker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import SessionTable
 from rolltap.trainer.traces.sessions import session_reward
-from rolltap.trainer.training.arguments import sampling
 from rolltap.trainer.training.recipe import HeldOut, Recipe
 from rolltap.trainer.training.report import append_metrics
 from rolltap.trainer.training.step.metrics import MOST_TASKS
@@ -34,8 +35,6 @@ class Evaluations:
     """The evaluations of a training into the folder `run`, on the main process; none without the recipe's table."""
 
     def __init__(self, recipe: Recipe, run: Path, say: Callable[[str], object]) -> None:
-        self.worker: Worker
-        """It has the context of the sessions. `check` makes it, and the caller enters and leaves it."""
         self.tasks: Sequence[Task] = ()
         """Held-out tasks, as they will be run; none without the table."""
         self._recipe = recipe
@@ -46,34 +45,23 @@ class Evaluations:
         self._begun: set[int] = set()
         """Steps whose evaluation this start has begun."""
 
-    def check(self, training: Worker, tasks: Sequence[Task]) -> None:
-        """Check the table and its tasks, and build their images. `training` has these `tasks`, as they will be run.
+    def check(self, worker: Worker | RemoteWorker, tasks: Sequence[Task]) -> None:
+        """Check the held-out tasks, and build their images. `worker` runs these `tasks` of the training too.
 
-        Harness, runtime and engines are the training's: boxes of both hide what sessions of both must not see. Says
-        which tasks are trained too. Raises `InputError`.
+        Says which tasks are trained too. Raises as `Worker.fit`.
         """
         if self._recipe.evaluation is None:
             return
-        options = json.dumps(sampling(self._recipe) | self._table.sampling)
-        recorder = self._recipe.recorder | {"rolltap_sampling": options}
-        recipe = self._recipe.model_copy(update={"recorder": recorder})
-        self.worker = Worker(
-            recipe,
-            harness=training.harness,
-            engine=training.recorder.engine,
-            model=recipe.model,
-            out=self._run / EVALUATION,
-        )
-        self.worker.runtime = training.runtime
         # tasks that are refused were named when the recipe was read
-        held_out = load_tasks(self._table.tasks, repositories=recipe.repositories, refused=[])
-        held_out = self.worker.fit(held_out)
+        path = self._table.tasks
+        held_out = load_tasks(path, repositories=self._recipe.repositories, refused=[])
+        held_out = worker.fit(held_out)
         known = {task.id for task in tasks} | {_content(task) for task in tasks}
         same = [task.id for task in held_out if task.id in known or _content(task) in known]
         if same:
             what = f"{counted(len(same), 'task')} of evaluation.tasks"
             self._say(f"warning: {what}, which the training has too: {some(same)}")
-        self.tasks = run_blocking(self.worker.build(held_out))
+        self.tasks = run_blocking(worker.build(held_out))
 
     def begin(self, version: Version, *, last: bool = False) -> list[Group]:
         """Return the groups to run with the published weights `version`: see `missing`. None are returned twice."""
@@ -81,7 +69,9 @@ class Evaluations:
         if missing:
             self._begun.add(version.step)
             policy = (self._run / POLICY_FILE).read_text()
-            write_atomically(self._run / EVALUATION / POLICY_FILE, policy)
+            folder = self._run / EVALUATION
+            folder.mkdir(exist_ok=True)
+            write_atomically(folder / POLICY_FILE, policy)
         return missing
 
     def missing(self, version: Version, *, last: bool = False) -> list[Group]:
@@ -152,14 +142,18 @@ class Evaluations:
 
     def _all(self, version: Version) -> list[Group]:
         """Return a group of each task. Its id is of no training group, not even of one of the same task."""
-        sessions = self._table.sessions
-        groups = [step_group(version, 0, task, sessions, EVALUATION) for task in self.tasks]
-        return [replace(group, evaluates=True) for group in groups]
+        groups = []
+        for task in self.tasks:
+            group = step_group(version, 0, task, self._table.sessions, EVALUATION)
+            groups.append(replace(group, evaluates=True, sampling=self._table.sampling))
+        return groups
 
     def _ended(self, version: Version) -> Mapping[str, Session]:
         """Return the sessions that need not be tried again, by the ids that they have in the version's attempt."""
-        finished = FinishedSessions(self._sessions.refresh().values())
         ended: dict[str, Session] = {}
+        if not (self._run / EVALUATION / RUN_FILE).exists():  # the first one begins
+            return ended
+        finished = FinishedSessions(self._sessions.refresh().values())
         for group in self._all(version):
             ended |= finished.of(group, version)
         return ended

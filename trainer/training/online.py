@@ -112,8 +112,7 @@ class OnlineTraces(Source):
             self._engines.each(lambda engine: engine.require_processed())
         if recipe.max_staleness and recipe.publish == "lora":
             self._engines.each(lambda engine: engine.require_adapters(recipe.max_staleness, recipe.adapters))
-        if isinstance(self._worker, Worker):
-            self._evaluations.check(self._worker, tasks)
+        self._evaluations.check(self._worker, tasks)
         self._tasks = {task.id: task for task in run_blocking(self._worker.build(tasks))}
         require_rows(recipe, len(self._tasks), f"{recipe.tasks} has {len(self._tasks)} tasks")
         return {"task_id": list(self._tasks)}
@@ -140,10 +139,6 @@ class OnlineTraces(Source):
         about = f"the training {self._run.absolute()} {place}, since {utc_now():%F %T} UTC"
         stack.enter_context(self._engines.claimed(attempt.run, about, steal=self._steal))
         stack.enter_context(self._worker)
-        if recipe.evaluation is not None:
-            stack.enter_context(self._evaluations.worker)
-            if isinstance(self._worker, Worker):
-                self._worker.evaluation = self._evaluations.worker
         self.take(attempt, Serving(recipe, self._engines, folder, self._run), stack)
         return attempt
 

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 import rolltap
+from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.service.app import BODY_BYTES
 from tests.scripted_engine import Answer, Say
 from tests.trainer.service.served import hold
@@ -168,10 +169,9 @@ def test_a_group_has_the_sampling_that_it_asks_for_and_others_have_the_services(
     service.submit(id="warm", sessions=1, sampling={"temperature": 0.25, "seed": 7})
     service.submit(id="usual", sessions=1, evaluation=True)
     service.events_of("warm"), service.events_of("usual")
-    run = rolltap.open_run(service.run)
-    found = {name: run.calls[name][0].parsed_sampling for name in ("warm-0", "usual-0")}
-    assert (found["warm-0"]["temperature"], found["warm-0"]["seed"]) == (0.25, 7)
-    assert found["usual-0"]["temperature"] == 1.0
+    warm = rolltap.open_run(service.run).calls["warm-0"][0].parsed_sampling
+    usual = rolltap.open_run(service.run / EVALUATION).calls["usual-0"][0].parsed_sampling
+    assert (warm["temperature"], warm["seed"], usual["temperature"]) == (0.25, 7, 1.0)
 
 
 def test_weights_from_outside_are_those_of_the_sessions_after_them(service, scripted):
@@ -206,12 +206,15 @@ vllm:num_preemptions_total 0.0
 
 
 def test_metrics_count_what_the_run_has(service, scripted):
+    service.submit(id="measured", sessions=1, evaluation=True)
+    service.events_of("measured")
     scripted.answers["/metrics"] = Answer(200, LOAD)
     text = service.client.get("/metrics").text
     found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
-    rows = [session for session in rolltap.open_run(service.run).sessions() if session.status == "completed"]
+    runs = [rolltap.open_run(folder) for folder in (service.run, service.run / EVALUATION)]
+    rows = [session for run in runs for session in run.sessions() if session.status == "completed"]
     assert found['rolltap_sessions_total{status="completed"}'] == len(rows) == found["rolltap_reward_count"]
-    ledger = rolltap.open_run(service.run).ledger()
+    ledger = runs[0].ledger() + runs[1].ledger()
     left_out = {f'rolltap_left_out_tokens_total{{reason="{name}"}}': number for name, number in ledger.left_out.items()}
     assert (found["rolltap_sampled_tokens_total"], bool(left_out)) == (ledger.sampled, True)
     assert {name: number for name, number in found.items() if "left_out_tokens_total" in name} == left_out

@@ -187,7 +187,9 @@ class FakeRecorder:
     """Stands in for the recorder's process: makes the run folder."""
 
     def __init__(self, run: Path, **options: Any) -> None:
-        self.path, self.engine = run, options["engine"]
+        self.path = run
+        self.engine = options["engine"]
+        self.model = options["model"]
 
     def __enter__(self) -> "FakeRecorder":
         write_metadata(self.path, {"model": "tiny"})

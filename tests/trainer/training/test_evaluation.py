@@ -10,7 +10,6 @@ from rich.console import Console
 from rolltap import plan_training
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError, RecorderError
-from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
@@ -265,7 +264,6 @@ class TestCheck:
             recipe = Recipe(
                 model=tokenizer_folder,
                 steps=1,
-                recorder={"rolltap_sampling": '{"max_tokens": 9}'},
                 evaluation={"tasks": tmp_path / "held_out.jsonl", **keys},
             )
             harness = Harness(name="h", program="true", headless=[])
@@ -291,25 +289,24 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("keys", "sampling"),
         [
-            ({}, {"max_tokens": 9, "temperature": 0.0}),
-            ({"sampling": {}}, {"max_tokens": 9}),
-            ({"sampling": {"top_p": 0.9, "seed": 1}}, {"max_tokens": 9, "top_p": 0.9, "seed": 1}),
+            ({}, {"temperature": 0.0}),
+            ({"sampling": {}}, {}),
+            ({"sampling": {"top_p": 0.9, "seed": 1}}, {"top_p": 0.9, "seed": 1}),
         ],
     )
-    def test_the_sampling_is_the_trainings_but_for_the_keys_of_the_table(self, check, keys, sampling):
+    def test_the_sampling_of_its_sessions_is_the_keys_of_the_table(self, check, keys, sampling):
         evaluations, _, said = check([self.line("new", instruction="new")], **keys)
-        assert json.loads(evaluations.worker.config.recorder["rolltap_sampling"]) == NEUTRAL_SAMPLING | sampling
-        assert evaluations.worker.recorder.path.parts[-2:] == ("run", "evaluation")
+        (group,) = evaluations.missing(Version("1a2b3c4d", 0, 0))
+        assert (group.evaluates, group.sampling) == (True, sampling)
         assert said == ""
 
     def test_boxes_of_both_hide_the_runs_and_the_tasks_of_both(self, check, tmp_path):
         for name in ("trained", "held"):
             (tmp_path / name).mkdir()
         trained = Task(id="x", instruction="go", evaluate=["true"], workspace=tmp_path / "trained")
-        evaluations, training, _ = check([self.line("new", workspace=str(tmp_path / "held"))], [trained])
-        assert evaluations.worker.runtime is training.runtime
+        _, training, _ = check([self.line("new", workspace=str(tmp_path / "held"))], [trained])
         hidden = {text.rstrip("/") for text in training.runtime._hidden}
-        private = {f"{tmp_path}/{name}" for name in ("run", "run/evaluation", "trained", "held", "held_out.jsonl")}
+        private = {f"{tmp_path}/{name}" for name in ("run", "trained", "held", "held_out.jsonl")}
         assert private <= hidden
 
     def test_tasks_that_cannot_be_run_are_refused(self, check):

@@ -135,7 +135,7 @@ class Loop:
         source._worker = SimpleNamespace(runner=self.open_runner)
         source._tasks = {task.id: task for task in TASKS}
         if self.recipe.evaluation is not None:
-            source._evaluations.tasks, source._evaluations.worker = HELD_OUT, SimpleNamespace()
+            source._evaluations.tasks = HELD_OUT
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number),
             args=SimpleNamespace(max_steps=9),

@@ -5,7 +5,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -154,7 +154,8 @@ def divide(
     elif any(trace.scores is None for trace in batch.traces):
         what = f"teacher_share = {share}, but a trace has no scores"
         raise InputError(f"{what}: read traces(scores=NAME)")
-    advantages = session_advantages(batch.rewards, args.scale_rewards)
+    scale: Any = args.scale_rewards  # TRL has made a name of True and False
+    advantages = session_advantages(batch.rewards, scale)
     computed = trained.traces
     if not args.computes_all:
         computed = [trace for trace in computed if advantages[trace.session_id]]
