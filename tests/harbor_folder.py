@@ -62,6 +62,7 @@ class FolderEnvironment(BaseEnvironment):
         bind = ["--bind", str(self._root), "/", "--proc", "/proc", "--dev", "/dev"]
         process = await asyncio.create_subprocess_exec(
             "bwrap",
+            "--die-with-parent",
             *bind,
             *("--ro-bind", "/usr", "/usr"),
             "bash",

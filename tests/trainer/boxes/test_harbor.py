@@ -206,6 +206,24 @@ async def test_the_death_of_harbors_process_is_an_error_of_its_boxes_and_later_o
     assert ended == Ended(0)
 
 
+async def test_a_session_that_is_cancelled_leaves_no_environment(tmp_path):
+    spec = make_spec(tmp_path)
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+
+    async def play():
+        async with make_runtime(tmp_path).box(spec) as box:
+            os.link(begun, tmp_path / "boxes" / spec.name / "tmp" / "begun")
+            await sh(box, "echo >/tmp/begun; exec sleep 1000", tmp_path / "log")
+
+    playing = asyncio.create_task(play())
+    await asyncio.to_thread(begun.read_text)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert boxes(tmp_path) == []
+
+
 OPENS = """
 import asyncio, sys
 from pathlib import Path
@@ -290,18 +308,20 @@ with urllib.request.urlopen(request, timeout=60) as reply:
 open("answer.txt", "w").write(said)
 """
 
+JUDGES = """
+import os
+os.write(int(os.environ["ROLLTAP_REWARD_FD"]), open("answer.txt", "rb").read())
+"""
+
 
 def test_a_rollout_in_boxes_of_harbor_is_recorded_at_a_public_address_and_judged(
     tmp_path, scripted_engine, tokenizer_folder
 ):
     scripted_engine.otherwise = lambda request: Say("0.5")
-    judge = {
-        "kind": "command",
-        "command": ["sh", "-c", "cat answer.txt >$ROLLTAP_REWARD_FILE"],
-        "result": "number",
-    }
+    judge = {"kind": "command", "command": ["python3", "judge.py"], "result": "number"}
     task = {"id": "t", "instruction": "Say it.", "image": "an-image", "judge": judge}
     (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "judge.py").write_text(JUDGES)
     (tmp_path / "tasks.jsonl").write_text(
         json.dumps({**task, "workspace": str(tmp_path / "start")})
     )

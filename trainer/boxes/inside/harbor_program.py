@@ -57,7 +57,6 @@ while [ $tries -lt 100 ]; do
 done >/dev/null
 cd /
 [ ! -e {folder}/timeout ] || how=timeout
-{verdicts}
 if [ $(wc -c <{folder}/{log}) -gt {log_bytes} ]; then
   head -c {log_bytes} {folder}/{log} >{folder}/cut
   printf '\\n[rolltap: the output is cut here, at {log_bytes} bytes]\\n' >>{folder}/cut
@@ -80,9 +79,9 @@ def run_script(
 ) -> str:
     """Return the script that runs a program in the folder `workdir`, kills what it left, and packs what comes back.
 
-    It prints `token`, the exit status, and `ended`, `timeout` or `absent`. The output is in the file `LOG`, without
-    what comes after `log_bytes`. `pipes` are paths at which the program writes; the content of the first one is in the
-    file `verdict(0)`, and so on.
+    It prints `token`, the exit status, and `ended`, `timeout` or `absent`. The output is in the file `LOG`,
+    without what comes after `log_bytes`. `pipes` are paths that the program writes to; they lead to the
+    files `verdict(0)` and so on.
 
     Raises `OSError` for a variable whose name no shell knows.
     """
@@ -95,12 +94,11 @@ def run_script(
         before = '"${PATH:+$PATH:}"' if name == "PATH" else ""
         exports.append(f"export {name}={before}{shlex.quote(value)}")
     makes = []
-    takes = []
     for number, path in enumerate(pipes):
-        place = shlex.quote(path)
         parent = shlex.quote(os.path.dirname(path))
-        makes.append(f"mkdir -p {parent} && rm -rf {place} && : >{place}")
-        takes.append(f"cp {place} {FOLDER}/{verdict(number)}")
+        place = f"{FOLDER}/{verdict(number)}"
+        # a launcher removes the path when it has opened it: the link goes, and the file stays
+        makes.append(f": >{place} && mkdir -p {parent} && ln -sfn {place} {shlex.quote(path)}")
     return _RUN.format(
         folder=FOLDER,
         archive=FROM_BOX,
@@ -115,7 +113,6 @@ def run_script(
         log_bytes=log_bytes,
         timeout=timeout,
         grace=GRACE_SECONDS,
-        verdicts="\n".join(takes),
         pack=pack_command(workdir),
     )
 
