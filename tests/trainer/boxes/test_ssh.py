@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,10 +13,20 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.agent.__main__ import PREFIX
+from rolltap.trainer.boxes.container import root_folder_digest
 from rolltap.trainer.boxes.runtime import Ended, Mount
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks.task import Limits
-from tests.boxes import ENV, sandboxed, sh, spec_in, wait_until_dead
+from tests.boxes import (
+    ENV,
+    containers,
+    copy_programs,
+    make_spec,
+    sandboxed,
+    sh,
+    spec_in,
+    wait_until_dead,
+)
 from tests.machines import SshMachine
 
 pytestmark = sandboxed
@@ -318,3 +329,31 @@ async def test_a_program_that_is_not_there_is_named(machine, tmp_path):
             await box.run(["no-such-program"], env=ENV, timeout=60, log=tmp_path / "log")
         assert raised.value.filename == "no-such-program"
         assert (await sh(box, "true", tmp_path / "log"))[0] == Ended(0)
+
+
+@pytest.mark.deep
+async def test_containers_of_images_that_the_machine_has(podman, machine, tmp_path):
+    runtime = machine.runtime("container", container_engine="podman")
+    spec = replace(make_spec(tmp_path), mounts=())
+    root = Path(spec.image)
+    for name in ("lib", "lib32", "lib64", "libx32", "sbin"):
+        (root / "usr" / name).mkdir(parents=True)
+    (root / "usr" / "bin").symlink_to("../programs")
+    (root / "programs").mkdir()
+    copy_programs(root, "sh", "bash", "cat", "sleep", "tr")
+    digest = await asyncio.to_thread(runtime.image_digest, spec.image)
+    assert digest == root_folder_digest(root)
+    (root / "src").mkdir()
+    (root / "src" / "file").write_text("of the image")
+    runtime.copy_out(spec.image, "/src", tmp_path / "start")
+    assert (tmp_path / "start" / "file").read_text() == "of the image"
+    with pytest.raises(InputError, match="has no folder /none"):
+        runtime.copy_out(spec.image, "/none", tmp_path / "none")
+    async with runtime.box(spec) as box:
+        ended, output = await sh(box, "cat /src/file; echo 1 > new; sleep 3606 &", tmp_path / "log")
+        assert (ended, output) == (Ended(0), "of the image")
+        assert (spec.workspace / "new").read_text() == "1\n"
+        _, output = await sh(box, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '", tmp_path / "log")
+        assert "3606" not in output
+    assert not any(tmp_path.name in name for name in containers())
+    assert machine.left() == []
