@@ -232,17 +232,19 @@ npm_packages() {
     export PATH="$folder/node_modules/.bin:$PATH"
 }
 
-# The programs of the runtimes `sandbox` and `container`, and the browser that tests the page of `rolltap view`. Without
-# them their tests are skipped. The Docker daemon is not started here: tests start one of their own.
+# The programs of the runtimes `sandbox`, `container` and `ssh`, and the browser that tests the page of `rolltap view`.
+# Without them their tests are skipped. The Docker daemon is not started here: tests start one of their own, and an sshd.
 programs_debian() {
-    if type bwrap podman runc docker dockerd chromium >/dev/null 2>&1; then return; fi
+    # sshd is not on every PATH
+    local PATH="$PATH:/usr/sbin"
+    if type bwrap podman runc docker dockerd chromium ssh sshd >/dev/null 2>&1; then return; fi
     if [ "$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then
         export DEBIAN_FRONTEND=noninteractive
         timeout 300 apt-get update -qq &&
             timeout 600 apt-get install -y -qq --no-install-recommends bubblewrap podman runc docker.io chromium \
-                >/dev/null && return
+                openssh-client openssh-server >/dev/null && return
     fi
-    say "not all of bubblewrap, podman, runc, docker.io and chromium are installed (apt-get install ...): tests are skipped"
+    say "not all of bubblewrap, podman, runc, docker.io, chromium and openssh-server are installed (apt-get install ...): tests are skipped"
 }
 
 # Add every harness to the PATH, in the version of its preset. The tests of one that fails to install are skipped. The
