@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _TRANSFER_SECONDS = 600
 """Time to pack or unpack what goes over, beside what a program takes."""
 _NO_LIMIT = 1 << 60
+_TAKEN_BYTES = 80 << 20
+"""Most bytes of an output or a verdict. A box that keeps to its script sends less."""
 
 
 class HarborBox:
@@ -154,15 +156,21 @@ class HarborBox:
         await in_folder_thread(remove_folder, back)
         back.mkdir()
         whole = await in_folder_thread(_unpack, packed, back, limit)
-        await in_folder_thread(take_changes, back / self.workdir.strip("/"), workspace)
+        new = _folder_in(back, self.workdir)
+        if new is None:
+            return False
+        try:
+            await in_folder_thread(take_changes, new, workspace)
+        except archive.TooMuchError:
+            return False
         return whole
 
     def _take(self, log: Path) -> None:
         """Take the output and the verdicts that came back."""
-        ours = self._back / harbor_program.FOLDER.strip("/")
-        log.write_bytes(_content(ours / harbor_program.LOG))
+        ours = _folder_in(self._back, harbor_program.FOLDER)
+        log.write_bytes(_content(ours, harbor_program.LOG))
         for number, (pipe, _) in enumerate(self._pipes):
-            content = _content(ours / harbor_program.verdict(number))
+            content = _content(ours, harbor_program.verdict(number))
             archive.write_pipe(pipe, content, opened=1 if content else 0)
 
     async def _execute(self, command: str, seconds: float) -> str:
@@ -401,11 +409,9 @@ def _unpack(file: Path, folder: Path, limit: int) -> bool:
 def take_changes(new: Path, folder: Path) -> None:
     """Make a folder what another one is, and touch nothing in it that is the same. The other one is used up.
 
-    Nobody else may write to them meanwhile. Raises `OSError`.
+    Nobody else may write to them meanwhile. Raises `TooMuchError` and `OSError`.
     """
-    wanted: Mapping[str, archive.Stamp] = {}
-    if new.is_dir() and not new.is_symlink():
-        wanted = archive.stamps(new)
+    wanted = archive.stamps(new)
     for path, (_, _, _, mode) in wanted.items():  # folders before what is in them
         source = new / path
         target = folder / path
@@ -432,6 +438,19 @@ def _is_same(one: Path, other: Path) -> bool:
     return filecmp.cmp(one, other, shallow=False)
 
 
-def _content(file: Path) -> bytes:
-    """Return what a file has; nothing without one. A link is none."""
-    return file.read_bytes() if file.is_file() and not file.is_symlink() else b""
+def _folder_in(top: Path, path: str) -> Path | None:
+    """Return the folder at a path of a box in what came back of it; None without one. A link is none."""
+    place = top
+    for part in path.strip("/").split("/"):
+        place = place / part
+        if place.is_symlink() or not place.is_dir():
+            return None
+    return place
+
+
+def _content(folder: Path | None, name: str) -> bytes:
+    """Return what a file has, up to a limit; nothing without the file. A link is none."""
+    if folder is None or (folder / name).is_symlink() or not (folder / name).is_file():
+        return b""
+    with (folder / name).open("rb") as file:
+        return file.read(_TAKEN_BYTES)

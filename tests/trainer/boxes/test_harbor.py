@@ -4,10 +4,12 @@ import asyncio
 import json
 import os
 import secrets
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -222,6 +224,42 @@ async def test_a_session_that_is_cancelled_leaves_no_environment(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await playing
     assert boxes(tmp_path) == []
+
+
+async def test_what_a_hostile_box_sends_back_leads_nowhere(tmp_path, monkeypatch):
+    """The folders above the workspace, and those above our own files, are links to folders of this machine."""
+    secret = tmp_path / "secret"
+    for path in ("b/key", "rolltap/log", "rolltap/verdict-0"):
+        (secret / path).parent.mkdir(parents=True, exist_ok=True)
+        (secret / path).write_text("a secret")
+    sent = tmp_path / "sent.tar.gz"
+    with tarfile.open(sent, "w:gz") as packed:
+        for name in ("a", "tmp"):
+            link = tarfile.TarInfo(name)
+            link.type = tarfile.SYMTYPE
+            link.linkname = str(secret)
+            packed.addfile(link)
+    pipe = tmp_path / "verdict"
+    async with Channel(pipe) as channel:
+        spec = make_spec(tmp_path, workdir="/a/b", mounts=[Mount(pipe, "/rolltap/verdict")])
+        async with make_runtime(tmp_path).box(spec) as box:
+            harbor = box._call
+
+            async def call(method, **arguments):
+                if method != "download_file":
+                    return await harbor(method, **arguments)
+                return shutil.copy(sent, arguments["target_path"])
+
+            monkeypatch.setattr(box, "_call", call)
+            ended, said = await sh(box, "true", tmp_path / "log")
+            channel.read()
+    assert (ended, said, bytes(channel.content)) == (Ended(None, "disk"), "", b"")
+    assert list(spec.workspace.iterdir()) == []
+    assert sorted(path.name for path in secret.rglob("*") if path.is_file()) == [
+        "key",
+        "log",
+        "verdict-0",
+    ]
 
 
 OPENS = """

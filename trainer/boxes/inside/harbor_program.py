@@ -56,6 +56,7 @@ while [ $tries -lt 100 ]; do
   sleep 0.05
 done >/dev/null
 cd /
+mkdir -p {workdir}
 [ ! -e {folder}/timeout ] || how=timeout
 if [ $(wc -c <{folder}/{log}) -gt {log_bytes} ]; then
   head -c {log_bytes} {folder}/{log} >{folder}/cut
