@@ -11,6 +11,7 @@ from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import sandboxed
@@ -85,7 +86,7 @@ def own(server):
 
 
 @sandboxed
-async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_reach_none(judged, hosts):
+async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_reach_none(judged, hosts, tmp_path):
     row, answers, events = await judged(SandboxRuntime(), [own(hosts["judge"])])
     assert (row.status, row.reward) == ("completed", 1.0)
     assert answers == {"operator": [404, 404], "agent": [404, 404], "judge": [200, 404]}
@@ -95,6 +96,7 @@ async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_rea
     judges = {event["session_id"] for event in refused} - {"g-0"}
     assert len(judges) == 2
     assert all("/judge-" in name for name in judges)
+    assert verify_run(tmp_path / "run", lambda *_: None).findings == []
     assert row.suspicions == {}
 
 
@@ -102,7 +104,7 @@ async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_rea
 async def test_a_judge_in_a_box_without_hosts_has_no_network_for_the_agents_credentials_either(judged, hosts):
     row, answers, _ = await judged(SandboxRuntime(), [])
     assert (row.status, row.reward) == ("completed", 1.0)
-    assert answers == dict.fromkeys(hosts, ["no network", "no network"])
+    assert {name for answer in answers.values() for name in answer} == {"no network"}
 
 
 async def test_a_judge_outside_of_a_box_has_its_hosts_by_its_variables(judged, hosts):

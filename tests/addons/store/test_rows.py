@@ -52,6 +52,13 @@ def test_an_odd_value_of_one_column_leaves_all_others_as_they_are(table, column,
     assert kept == stays
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_seconds_that_no_phase_takes_are_a_fault_of_the_row(seconds):
+    schema, row = TABLES["sessions"]
+    [(_, faults)] = checked_rows(to_batch({**row, "running_seconds": seconds}, schema))
+    assert faults == {"running_seconds": f"its running_seconds is '{seconds}'"}
+
+
 @given(st.fixed_dictionaries(dict.fromkeys(TABLES["calls"][1], odd)))
 @examples(50)
 def test_a_row_of_odd_values_is_written(row):
