@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+from rolltap.addons.concurrency import finished_in
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.inside.seccomp_filter import seccomp_filter
 from rolltap.trainer.boxes.runtime import (
@@ -31,10 +32,9 @@ from rolltap.trainer.boxes.runtime import (
     scratch_folder,
     tool_folders,
 )
-from rolltap.trainer.boxes.supervised import Supervised, end, readable, start, written_to
+from rolltap.trainer.boxes.supervised import STARTS, Supervised, end, made, readable, start, written_to
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.boxes.way_out import PORT, way_out
-from rolltap.trainer.concurrency import run_to_end
 from rolltap.trainer.tasks.box_paths import HOME
 
 _USER = 1000
@@ -158,10 +158,9 @@ class SandboxBox:
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`."""
-        _require_no_link(self._spec)
-        view = View(self._spec, self._etc, self._runtime.layers(command))
+        arguments = await finished_in(STARTS, self._arguments, command, env)
         with _Pipes() as pipes:
-            pipes.write_arguments(view.arguments(env))
+            pipes.write_arguments(arguments)
             async with (
                 written_to(log) as output,
                 start(
@@ -183,6 +182,11 @@ class SandboxBox:
             if not first:
                 raise OSError(f"the sandbox could not be made: {_last_words(log)}")
             return ended if ended.status is None else _as_ended(ended.status, pipes.status.read(), command[0], log)
+
+    def _arguments(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """Return the options of bwrap, for which many files are looked at. Raises `OSError`, and as `layers`."""
+        _require_no_link(self._spec)
+        return View(self._spec, self._etc, self._runtime.layers(command)).arguments(env)
 
     async def _run(self, program: Supervised, pid: int, pipes: "_Pipes", timeout: float, log: Path) -> Ended:
         """Let the program begin in the box whose first process is `pid`, and wait for its end."""
@@ -293,11 +297,9 @@ class SandboxRuntime(HidingRuntime):
         for tool in self.tools:
             require_narrow(tool, spec.workspace)
         spec = replace(spec, limits=spec.limits.of_isolated())
-        folder = Path(tempfile.mkdtemp(prefix="rolltap-"))
-        try:
-            yield SandboxBox(self, spec, write_etc(folder), _find_bwrap())
-        finally:
-            await run_to_end(remove_folder, folder)
+        bwrap = _find_bwrap()
+        async with made(lambda: write_etc(Path(tempfile.mkdtemp(prefix="rolltap-"))), remove_folder) as etc:
+            yield SandboxBox(self, spec, etc, bwrap)
 
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
         """See `HidingRuntime.layers`. Shown are the system, the tools, and what programs of the operator need.

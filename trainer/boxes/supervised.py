@@ -13,18 +13,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rolltap.addons.concurrency import finished_in
 from rolltap.trainer.boxes.runtime import Ended, StopReason
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.tasks.task import Limits
+
+T = TypeVar("T")
 
 LOG_BYTES = 64 << 20
 """Most bytes that are kept of a program's output. What follows is read, slowly, and not kept."""
@@ -115,14 +117,31 @@ def _close_to_readers(descriptor: int) -> None:
         os.fchown(descriptor, _NOBODY, _NOBODY)
 
 
+STARTS = ThreadPoolExecutor(4, "rolltap-starts")
+"""Threads that start programs, and make what they need. A start takes milliseconds, which the event
+loop does not have, and mostly of a core, so that more of them at a time would only be slower."""
+
+
+@asynccontextmanager
+async def made(make: Callable[[], T], remove: Callable[[T], None]) -> AsyncIterator[T]:
+    """Yield the result of `make`, which is called in a thread of `STARTS`, and `remove` it in a thread.
+
+    Raises what `make` raises. A caller that is cancelled meanwhile leaves nothing behind.
+    """
+    results: list[T] = []
+    try:
+        await finished_in(STARTS, lambda: results.append(make()))
+        yield results[0]
+    finally:
+        for result in results:
+            await run_to_end(remove, result)
+
+
 @asynccontextmanager
 async def written_to(log: Path, *, marker: bytes | None = None) -> AsyncIterator[Output]:
     """Yield the output of a program, see `Output`. The file is complete when the block has been left."""
-    output = Output(log, marker=marker)
-    try:
+    async with made(lambda: Output(log, marker=marker), Output.close) as output:
         yield output
-    finally:
-        await run_to_end(output.close)
 
 
 _SCRIPT = Path(__file__).with_name("inside") / "supervise.py"
@@ -221,11 +240,6 @@ class Supervised:
         if "pid" in answer:
             return int(answer["pid"])
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
-
-
-STARTS = ThreadPoolExecutor(4, "rolltap-starts")
-"""Threads that start programs. A start takes milliseconds, which the event loop does not have, and mostly of a core,
-so that more of them at a time would only be slower."""
 
 
 async def readable(descriptor: int) -> None:

@@ -13,6 +13,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
 
+from rolltap.trainer.concurrency import run_to_end
+
 MAX_BYTES = 72 << 20
 _AT_ONCE = 1 << 20
 _EVENT_BYTES = 16
@@ -48,7 +50,7 @@ class Channel:
             self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             stack.callback(os.close, self._pipe)
             self._events = await self._new_instance()
-            stack.callback(self._close_instance)
+            stack.push_async_callback(self._close_instance)
             self._watch()
             os.chmod(self.path, 0o200)  # after the watch, which asks for the right to read
             loop = asyncio.get_running_loop()
@@ -83,9 +85,11 @@ class Channel:
                 raise error
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def _close_instance(self) -> None:
-        os.close(self._events)
-        Channel._instances -= 1
+    async def _close_instance(self) -> None:
+        try:
+            await run_to_end(os.close, self._events)  # the kernel first waits for its readers
+        finally:
+            Channel._instances -= 1
 
     def _watch(self) -> None:
         path, mask = os.fsencode(self.path), _OPENED | _MODIFIED | _CLOSED

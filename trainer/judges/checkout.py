@@ -245,19 +245,27 @@ async def _lay_out(job: JudgeJob, spec: OneJudge) -> tuple[Path, set[str]]:
     folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
     try:
         await in_folder_thread(job.start.copy_to, folder / "workspace")
+        await in_folder_thread(_make_folders, spec, folder)
         return folder, await in_folder_thread(_lay_tests, job, spec, folder / "workspace")
     except BaseException:
         await run_to_end(remove_folder, folder)
         raise
 
 
+def _make_folders(spec: OneJudge, folder: Path) -> None:
+    """Make the folders of a checkout beside its workspace."""
+    for name in ("home", "out", "tools"):
+        (folder / name).mkdir()
+    for file in (LAUNCH, REPORT):
+        shutil.copy(file, folder / "tools" / f"rolltap_{file.name}")
+    if isinstance(spec, CommandJudge):
+        for number in range(len(spec.writable)):
+            (folder / f"writable-{number}").mkdir()
+
+
 @asynccontextmanager
 async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: set[str]) -> AsyncIterator[Checkout]:
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
-    for part in (home, out, tools):
-        part.mkdir()
-    for file in (LAUNCH, REPORT):
-        shutil.copy(file, tools / f"rolltap_{file.name}")
     changes = await in_folder_thread(_apply, job, spec, workspace, tests)
     own = await in_folder_thread(_own_there, job, spec, workspace, tests)
     isolated = job.runtime.isolated
@@ -267,7 +275,6 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: se
     if isinstance(spec, CommandJudge):
         mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
         for number, target in enumerate(spec.writable):
-            (folder / f"writable-{number}").mkdir()
             mounts.append(Mount(folder / f"writable-{number}", target, writable=True))
         mounts += [Mount(pipe, target) for target in spec.reward_files]
     if not (isinstance(spec, CommandJudge) and spec.reward_files):

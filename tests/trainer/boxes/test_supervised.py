@@ -6,6 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rolltap.trainer.boxes.runtime import Ended
@@ -134,17 +135,28 @@ async def test_processes_that_a_command_leaves_running_are_killed(tmp_path, esca
     assert wait_until_dead(pid)
 
 
-@pytest.mark.parametrize("turns", [2, 3, 4, 1000])
-async def test_cancelling_kills_all_even_of_a_command_that_has_just_started(tmp_path, turns):
+async def test_cancelling_kills_all_of_a_command(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     task = asyncio.create_task(sh("sleep 600 & echo $! > fifo; wait", tmp_path))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    pid = int((tmp_path / "fifo").read_text())  # blocks the event loop while the command runs
+    pid = int(await asyncio.to_thread((tmp_path / "fifo").read_text))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert wait_until_dead(pid)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4, 100, 1000])
+async def test_nothing_is_left_of_a_command_that_is_cancelled_while_it_starts(tmp_path, turns):
+    before = [*psutil.Process().children(recursive=True)]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    task = asyncio.create_task(sh("sleep 600 & wait", tmp_path))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [*psutil.Process().children(recursive=True)] == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(("program", "folder"), [("no-such-program", "."), ("true", "no-such-folder")])
