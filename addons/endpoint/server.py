@@ -56,6 +56,8 @@ ACCEPTED = 20
 IDLE_SECONDS = 300.0
 """Seconds after which the state of a session that asks nothing is dropped. To read it again
 takes milliseconds."""
+DESCRIBE_SECONDS = 5.0
+"""Longest that the end of the recorder waits for an engine that was asked what it is."""
 KNOWN_OPTIONS = 4096
 """Number of sessions whose options are kept. To read a file takes some 50 µs."""
 
@@ -149,6 +151,8 @@ class Endpoint:
         await self._runner.cleanup()
         self._abort()  # calls whose prompt was being made
         self.refusals.close()
+        if self._described:  # `rolltap rerun` needs what the engine of a short session served
+            await asyncio.wait(self._described.values(), timeout=DESCRIBE_SECONDS)
         tasks = [self._forgetting, *self._described.values()]
         for task in tasks:
             task.cancel()

@@ -231,6 +231,29 @@ async def test_the_engines_are_in_the_runs_metadata(harness, scripted_engine):
     }
 
 
+async def test_an_engine_that_describes_itself_while_the_recorder_stops_is_in_the_metadata(
+    rendering, scripted_engine, tmp_path, monkeypatch
+):
+    begun, stopping = asyncio.Event(), asyncio.Event()
+    describe, abort = Engine.describe, Session.abort
+
+    async def slow(engine):
+        begun.set()
+        await stopping.wait()
+        return await describe(engine)
+
+    def aborted(*arguments):
+        abort(*arguments)
+        stopping.set()
+
+    monkeypatch.setattr(Engine, "describe", slow)
+    monkeypatch.setattr(Session, "abort", aborted)
+    async with recording(rendering, tmp_path, scripted_engine.url) as harness:
+        await harness.ask(user())
+        await begun.wait()
+    assert read_metadata(tmp_path)["engines"].keys() == {scripted_engine.url}
+
+
 async def test_refusals_and_counts_of_tokens_do_not_wait_for_an_engine_that_is_down(rendering, tmp_path):
     async with recording(rendering, tmp_path, "http://127.0.0.1:1", patience=3600) as waiting:
         assert (await waiting.send(b"{"))[0] == 400
