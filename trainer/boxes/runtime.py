@@ -120,8 +120,8 @@ class Box(Protocol):
         change are not touched. When more comes back than the box may have on its disk, the program counts as stopped by
         this limit.
 
-        Raises `OSError` when the program cannot be started, or when the box is lost; `FileNotFoundError` names a
-        program that is not there.
+        Raises `OSError` when the program cannot be started: `FileNotFoundError` names a program that is not there.
+        `ConnectionError` is raised when a remote box is lost.
         """
 
     async def settle(self) -> None:

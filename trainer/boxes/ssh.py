@@ -294,8 +294,8 @@ def _checked(message: Mapping[str, Any]) -> Mapping[str, Any]:
     raise OSError(error["text"])
 
 
-def _lost(host: str, error: LostError) -> OSError:
-    return OSError(f"the connection to the machine {host} was lost: {error}")
+def _lost(host: str, error: LostError) -> ConnectionError:
+    return ConnectionError(f"the connection to the machine {host} was lost: {error}")
 
 
 class _Shared:

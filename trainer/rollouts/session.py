@@ -273,6 +273,8 @@ async def _play(context: SessionContext, session: Session, group: Group, enter: 
             env = _environment(context, session.session_id, task, box)
             try:
                 ended = await box.run(command, env=env, timeout=timeout, log=log)
+            except ConnectionError:
+                raise  # of a remote box: the program ran there
             except OSError as error:
                 kind = InputError if error.errno in _NEVER_STARTS else OSError
                 shown = f". {_SHOWN}" if context.runtime.isolated else ""

@@ -2,6 +2,7 @@
 
 import json
 
+import psutil
 import pytest
 
 from rolltap.addons.store.tables import read_rows
@@ -64,16 +65,22 @@ def compared(row):
     return {key: value for key, value in row.items() if key not in left_out}
 
 
-@sandboxed
-def test_sessions_behind_ssh_have_the_rows_of_sessions_here(arguments, tmp_path):
-    here = run_rolltap(*arguments, "--out", tmp_path / "here", "--runtime", "sandbox")
-    assert here.returncode == 0, here.stderr
+def behind_ssh(folder):
+    """Return the options of a rollout whose sessions run on a machine of the tests."""
     options = ["--runtime", "ssh"]
-    for key, value in SshMachine(tmp_path / "machine").keys().items():
+    for key, value in SshMachine(folder / "machine").keys().items():
         if key == "ssh_arguments":
             options += [f"--ssh-argument={argument}" for argument in value]
         else:
             options += [f"--{key.replace('_', '-')}", value]
+    return options
+
+
+@sandboxed
+def test_sessions_behind_ssh_have_the_rows_of_sessions_here(arguments, tmp_path):
+    here = run_rolltap(*arguments, "--out", tmp_path / "here", "--runtime", "sandbox")
+    assert here.returncode == 0, here.stderr
+    options = behind_ssh(tmp_path)
     there = run_rolltap(*arguments, "--out", tmp_path / "there", *options)
     assert there.returncode == 0, there.stderr
     expected = rows(tmp_path / "here")
@@ -81,3 +88,24 @@ def test_sessions_behind_ssh_have_the_rows_of_sessions_here(arguments, tmp_path)
     assert expected[".judge.log"] == ["given, ", "given, "]
     assert "answer.txt" in expected[".diff"][0]
     assert rows(tmp_path / "there") == expected
+
+
+@sandboxed
+@pytest.mark.deep
+def test_a_session_whose_connection_was_lost_is_tried_again(arguments, tmp_path, scripted_engine):
+    killed = []
+
+    def answer(request):
+        if not killed:
+            killed.extend(p for p in psutil.Process().children(recursive=True) if p.name() == "sshd")
+            for process in killed:
+                process.kill()
+        return Say("0.5")
+
+    scripted_engine.otherwise = answer
+    run = tmp_path / "run"
+    ended = run_rolltap(*arguments, "-n", 1, "--out", run, *behind_ssh(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    lost, completed = sorted(read_rows(run, "sessions"), key=lambda row: row["session_id"])
+    assert (lost["status"], completed["status"]) == ("infrastructure", "completed")
+    assert "the session could not be run: the connection to the machine" in lost["error"]

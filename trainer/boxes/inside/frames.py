@@ -28,7 +28,7 @@ Received = dict[str, Any] | bytes | None
 """A message, bytes (none at the end of what is sent together), or None after the end of the stream."""
 
 
-class LostError(OSError):
+class LostError(ConnectionError):
     """The connection, or the stream, has ended."""
 
 
