@@ -1,7 +1,7 @@
-"""A fleet of Ray nodes: sessions an hour by their number, the way of a session's rows, and placement in virtual time.
+"""A fleet of Ray nodes: sessions an hour by their number, the way of a session's rows, and the queue in virtual time.
 
 The nodes are on this machine, so only sleep can run beside sleep: a session waits for most of its time, as one does for
-a GPU elsewhere. The placement is the fleet's own, with nodes and sessions that are numbers.
+a GPU elsewhere. The queue is the runner's own, with nodes and sessions that are numbers.
 """
 
 import heapq
@@ -20,12 +20,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 import rolltap
-from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.nodes.messages import Package
-from rolltap.trainer.nodes.node import Shard
-from rolltap.trainer.nodes.placement import Placement, run_again
-from rolltap.trainer.nodes.writer import Writer
+from rolltap.trainer.nodes.rows import Shard, Writer
+from rolltap.trainer.rollouts.queue import SessionQueue, Slots
 from rolltap.trainer.rollouts.resume import place_of
 from tests.bench.frame import Rows
 from tests.scripted_engine import Say, ScriptedEngine
@@ -94,17 +91,16 @@ def measure_way(run: Path, out: Path) -> Rows:
     import ray
 
     packages = []
-    metadata = rolltap.open_run(run).metadata
     for session in rolltap.open_run(run).sessions():
         with tempfile.TemporaryDirectory() as folder:
             one = rolltap.open_run(run).filter(Path(folder, "one"), session_ids=[session.session_id], progress=False)
-            packages.append(Package(Shard(one.path).new(), metadata, {}))
+            packages.append(Shard(one.path).package())
     out.mkdir()
     writer = ray.remote(num_cpus=0)(Writer).remote(str(out))
-    ray.get(writer.end_lost.remote([], "", []))
+    ray.get(writer.end_interrupted.remote(""))
     began = time.monotonic()
-    for package in packages:
-        assert ray.get(writer.append.remote(ray.put(package), False, "")) is None
+    for number, package in enumerate(packages, 1):
+        assert ray.get(writer.append.remote(ray.put([package]), "node", number, [])) is None
     through = (time.monotonic() - began) / len(packages)
     began = time.monotonic()
     with RunWriter(out.with_name("alone")) as alone:
@@ -123,62 +119,54 @@ def measure_way(run: Path, out: Path) -> Rows:
 
 
 def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16, losses: int = 0) -> Rows:
-    """Place sessions in virtual time, on nodes of which one is five times slower, and some are lost on the way."""
+    """Run sessions in virtual time, on nodes of which one is five times slower, and some are lost on the way."""
     draw = random.Random(0)
-    placement, clock = Placement(), 0.0
+    queue, clock = SessionQueue(retries=2), 0.0
     names = [f"node-{number:02}" for number in range(nodes)]
     for name in names:
-        placement.join(name, slots)
+        queue.add_node(name, Slots(slots, 0, slots, slots))
     for number in range(groups):
-        placement.submit(f"g{number}", [f"g{number}-{index}" for index in range(size)])
-    waiting: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
-    running: Counter[str] = Counter()
-    events: list[tuple[float, str, str, str]] = []
-    left: dict[tuple[str, str], int] = {}
+        queue.submit(f"g{number}", [f"g{number}-{index}" for index in range(size)])
+    running: dict[str, str] = {}
+    events: list[tuple[float, str]] = []
     over: dict[str, str] = {}
-    most, busy, queued, spent, decisions = 0, 0.0, 0.0, 0.0, 0
+    busy, queued, spent, decisions = 0.0, 0.0, 0.0, 0
     lose = [groups * size * (n + 1) // (losses + 1) for n in range(losses)]
     while True:
         began = time.perf_counter()
-        given = list(placement.advance())
+        actions = queue.advance(clock)
+        for action in actions:
+            if action.kind == "prepare":
+                queue.prepared(action.session_id)
+        actions += queue.advance(clock)
         spent += time.perf_counter() - began
-        decisions += len(given)
-        for name, piece in given:
-            left[name, piece.group_id] = len(piece.session_ids)
-            waiting[name] += [(piece.group_id, each) for each in piece.session_ids]
-        for name in list(waiting):
-            while running[name] < slots and waiting[name]:
-                group_id, session_id = waiting[name].pop(0)
-                seconds = draw.lognormvariate(math.log(600), 1) * (5 if name == names[0] else 1)
-                heapq.heappush(events, (clock + seconds, name, group_id, session_id))
-                running[name] += 1
-            most = max(most, running[name] + len(waiting[name]))
-        if not events:
+        for _, _, session_id, name in (action for action in actions if action.kind == "run"):
+            decisions += 1
+            running[session_id] = name
+            seconds = draw.lognormvariate(math.log(600), 1) * (5 if name == names[0] else 1)
+            heapq.heappush(events, (clock + seconds, session_id))
+        due = queue.due()
+        if due is None and not events:
             break
-        at, name, group_id, session_id = heapq.heappop(events)
-        if placement.waiting():
-            busy, queued = busy + sum(running.values()) * (at - clock), queued + slots * len(waiting) * (at - clock)
+        at = min([math.inf if due is None else due, *(event[0] for event in events[:1])])
+        if queue.counts["waiting"]:
+            busy, queued = busy + len(running) * (at - clock), queued + slots * len(set(names)) * (at - clock)
         clock = at
-        over[place_of(session_id)] = name
-        running[name] -= 1
-        placement.ended(name, Session(session_id=session_id, status="completed"))
-        left[name, group_id] -= 1
-        if not left[name, group_id]:
-            placement.closed(name, group_id)
+        if events and events[0][0] == at:
+            _, session_id = heapq.heappop(events)
+            if session_id in running:
+                over[place_of(session_id)] = running.pop(session_id)
+                queue.ended(session_id, clock)
         if lose and len(over) >= lose[0]:
             lose.pop(0)
-            gone = draw.choice([each for each in waiting if each != names[0]])
-            done = [Session(session_id=each, status="completed") for each in over]
-            stopped = {each for _, node, _, each in events if node == gone}
-            done += [Session(session_id=each, status="infrastructure") for each in stopped]
-            for piece in placement.lost(gone):
-                if again := run_again(piece.session_ids, done, piece.session_ids, retries=2):
-                    placement.again(piece, again)
-            events = [event for event in events if event[1] != gone]
-            heapq.heapify(events)
-            del waiting[gone], running[gone]
+            gone = draw.choice(names[1:])
+            names.remove(gone)
+            queue.remove_node(gone)
+            for session_id in [each for each, name in running.items() if name == gone]:
+                del running[session_id]
+                queue.ended(session_id, clock, again=True)
     shares = Counter(over.values())
-    alike = sorted(shares[name] for name in waiting if name != names[0])
+    alike = sorted(shares[name] for name in names[1:])
     homes: dict[str, set[str]] = {}
     for place, name in over.items():
         homes.setdefault(place.rpartition("-")[0], set()).add(name)
@@ -191,7 +179,6 @@ def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16
             "most of a node": alike[-1],
             "of the slow one": shares[names[0]],
             "groups on one node": sum(len(each) == 1 for each in homes.values()) / len(homes),
-            "most held over slots": most - slots,
             "slots used while groups wait": busy / queued,
             "us a decision": spent / decisions * 1e6,
         }

@@ -184,7 +184,7 @@ def test_the_phases_of_a_rollout_are_measured_case_by_case(tokenizer_folder):
 def test_a_fleet_is_measured_by_its_nodes_and_a_larger_one_in_virtual_time(tokenizer_folder):
     arguments = "--ray", "--model", tokenizer_folder, "--median", 0.1, "--slots", 2
     placed, nodes, way = measured("rollouts", *arguments).values()
-    assert [(row["sessions"], row["most held over slots"] < 8) for row in placed] == [(10_000, True)] * 2
+    assert [row["sessions"] for row in placed] == [10_000] * 2
     assert placed[0]["groups on one node"] == 1 > placed[1]["groups on one node"] > 0.9
     assert [(row["nodes"], row["sessions"]) for row in nodes] == [(1, 16), (2, 32), (4, 64)]
     assert_above_zero([*nodes, *way])

@@ -1,4 +1,4 @@
-"""Facts of the nodes of a cluster, by which a fleet is refused before a session runs, with the node's name."""
+"""Facts of the nodes of a cluster: nodes that differ are refused before a session runs, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,14 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Tasks as a node runs them, their digests by id, the parts of their groups' keys, and lines on its engines."""
+    """Findings of a node on its tasks and engines.
+
+    Attributes:
+        tasks: The tasks as the node runs them.
+        digests: Task id -> digest.
+        keys: Task id -> the parts of its group's key.
+        engines: Lines on the engines.
+    """
 
     tasks: list[Task]
     digests: dict[str, str]
@@ -37,66 +44,109 @@ class Examined:
 
 
 def machine_reader() -> Callable[[], tuple[str, str, float]]:
-    """Return a function that reads a `Machine`. It is sent by value: a node may have another rolltap, or none."""
+    """Return a function that reads a `Machine`.
+
+    It is sent by value: a node may have another rolltap, or none.
+    """
 
     def read() -> tuple[str, str, float]:
         import sys
         import time
         from importlib.metadata import distributions
 
-        versions = [each.version for each in distributions(name="rolltap")]
-        return "".join(versions[:1]) or "none", "{}.{}".format(*sys.version_info), time.time()
+        version = "none"
+        for each in distributions(name="rolltap"):
+            version = each.version
+            break
+        return version, "{}.{}".format(*sys.version_info), time.time()
 
     return read
 
 
-def examine(node: str, setup: Setup, tasks: Sequence[Task], policy: str, build: bool) -> Examined | Failure:
-    """Check on a node what its sessions need, and read what decides them. With `build`, build the tasks' images."""
+def examine(
+    node: str,
+    setup: Setup,
+    tasks: Sequence[Task],
+    policy: str,
+    build: bool,
+) -> Examined | Failure:
+    """Check on a node what its sessions need, and read what decides them.
+
+    With `build`, build the tasks' images.
+    """
     try:
         with workplace() as work:
-            worker, said = setup.worker(work / "run"), list[str]()
+            lines: list[str] = []
+            worker = setup.worker(work / "run")
             fitting = worker.fit(tasks, setup.private)
             worker.recorder.path.mkdir()
-            fitting = run_blocking(worker.build(fitting)) if build else fitting
-            weights = f"{check_engines(worker.recorder, said.append)},{policy}"
-            context = SessionContext.of(worker.config, worker.harness, worker.runtime, worker.recorder, work)
+            if build:
+                fitting = run_blocking(worker.build(fitting))
+            weights = f"{check_engines(worker.recorder, lines.append)},{policy}"
+            context = SessionContext.of(
+                worker.config,
+                worker.harness,
+                worker.runtime,
+                worker.recorder,
+                work,
+            )
             keys = run_blocking(keys_of(fitting, context, weights))
-            names = [task.id for task in fitting]
             return Examined(
-                fitting, {name: context.digests[name] for name in names}, dict(zip(names, keys, strict=True)), said
+                fitting,
+                {task.id: context.digests[task.id] for task in fitting},
+                {task.id: key for task, key in zip(fitting, keys, strict=True)},
+                lines,
             )
     except Exception as error:
         return Failure.of(error, node)
 
 
 def require_alike_machines(own: Machine, asked: float, nodes: Mapping[str, Machine]) -> None:
-    """Refuse machines that differ from this one, which were asked at the time `asked`. Raises `InputError`."""
+    """Refuse machines that differ from this one, which were asked at the time `asked`.
+
+    Raises `InputError`.
+    """
     for name, machine in nodes.items():
-        for what, theirs, ours in (("rolltap", machine.rolltap, own.rolltap), ("Python", machine.python, own.python)):
+        versions = {
+            "rolltap": (machine.rolltap, own.rolltap),
+            "Python": (machine.python, own.python),
+        }
+        for what, (theirs, ours) in versions.items():
             if theirs != ours:
-                raise InputError(f"node {name} has {what} {theirs}, and this machine {ours}: install the same on both")
+                both = f"{theirs}, and this machine {ours}: install the same on both"
+                raise InputError(f"node {name} has {what} {both}")
         apart = max(asked - machine.clock, machine.clock - own.clock)
         if apart > CLOCK_SECONDS:
-            raise InputError(f"the clock of node {name} is {apart:.0f} s off this machine's: synchronise them (NTP)")
+            why = f"{apart:.0f} s off this machine's: synchronise them (NTP)"
+            raise InputError(f"the clock of node {name} is {why}")
 
 
 def require_alike(nodes: Mapping[str, Examined | Failure]) -> Examined:
-    """Return what nodes found, which is the same on all. Raises `InputError`, or the error of a node."""
+    """Return what nodes found, which is the same on all.
+
+    Raises `InputError`, or the error of a node.
+    """
     found: dict[str, Examined] = {}
     for name, each in nodes.items():
         if isinstance(each, Failure):
             raise each.error()
         found[name] = each
-    (first, one), *others = found.items()
-    for name, other in others:
-        if differing := [task for task in one.digests if other.digests.get(task) != one.digests[task]]:
+    first = next(iter(found))
+    one = found[first]
+    for name, other in found.items():
+        differing = [task for task in one.digests if other.digests.get(task) != one.digests[task]]
+        if differing:
             raise InputError(
-                f"node {name} has not the task {differing[0]!r} as node {first} has it: lay the tasks into a folder "
-                "that all have"
+                f"node {name} has not the task {differing[0]!r} as node {first} has it: lay the "
+                "tasks into a folder that all have"
             )
-        if parts := sorted({part for task in one.keys for part in changed_parts(one.keys[task], other.keys[task])}):
+        parts: set[str] = set()
+        for task in one.keys:
+            parts.update(changed_parts(one.keys[task], other.keys[task]))
+        if parts:
             raise InputError(
-                f"nodes {first} and {name} would run other sessions: they differ in {', '.join(parts)}: install the "
-                "same programs and images, and serve the same weights"
+                f"nodes {first} and {name} would run other sessions: they differ in "
+                f"{', '.join(sorted(parts))}: install the same programs and images, and serve the "
+                "same weights"
             )
     return one

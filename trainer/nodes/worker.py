@@ -1,18 +1,21 @@
-"""A worker whose sessions run on the nodes of a Ray cluster, and are recorded into the run folder of this machine.
+"""A worker whose sessions run on the nodes of a Ray cluster, recorded into the run folder here.
 
-    driver   the process of `rolltap rollout`, `train` or `service`: gives groups to nodes, reads outcomes
-    node     one actor a machine: a worker with its recorder and runtimes; its rows go to a folder there
-    writer   an actor beside the driver: appends the nodes' rows to the run, so that tokens do not pass the driver
+    driver   the process of `rolltap rollout`, `train` or `service`: has the queue of sessions
+    node     one actor a machine: a worker with its recorder and runtimes; its rows go to a folder
+             there
+    writer   an actor beside the driver: appends the nodes' rows to the run, so that tokens do not
+             pass the driver
 
-Every node that has the Ray resource `rolltap` is used, with as many slots as it has of it; if none has, all are, with
-`concurrency` slots each. Nodes may join and leave while sessions run. An engine at a loopback address is each node's
-own; others are dealt out to the nodes, so that the sessions of a group share a prefix cache.
+Every node that has the Ray resource `rolltap` is used, with as many slots as it has of it; if none
+has, all are, with `concurrency` slots each. Nodes may join and leave while sessions run. An engine
+at a loopback address is each node's own; others are dealt out to the nodes, so that the sessions of
+a group share a prefix cache.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,36 +25,47 @@ from urllib.parse import urlsplit
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import is_loopback
-from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import Advance
-from rolltap.trainer.nodes.facts import Machine, examine, machine_reader, require_alike, require_alike_machines
+from rolltap.trainer.nodes.attach import FleetRunner, attached
+from rolltap.trainer.nodes.facts import (
+    Machine,
+    examine,
+    machine_reader,
+    require_alike,
+    require_alike_machines,
+)
 from rolltap.trainer.nodes.fleet import Fleet
 from rolltap.trainer.nodes.messages import Setup
-from rolltap.trainer.nodes.schedule import FleetSchedule
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
-from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.runner import OnEnd
+from rolltap.trainer.rollouts.runner import GroupRunner, OnEnd, OnLost
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task
 
 
 class FleetWorker(Worker):
-    """Runs groups on the nodes of the cluster `config.ray`: the methods of `Worker`, which raise the same.
+    """Runs groups on the nodes of the cluster `config.ray`: methods and errors as of `Worker`.
 
-    With `publishes`, an engine at a loopback address is refused if there are several nodes: weights would reach one.
+    With `publishes`, an engine at a loopback address is refused if there are several nodes: weights
+    would reach one.
 
-    `fit` connects to the cluster and raises `InputError` for nodes that differ, with the node's name. Entering starts
-    an actor on each node, which ends with this process.
+    `fit` connects to the cluster and raises `InputError` for nodes that differ, with the node's
+    name. Entering starts an actor on each node, which ends with this process.
     """
 
     def __init__(
-        self, config: RolloutConfig, *, runtime: Runtime | None = None, publishes: bool = False, **how: Any
+        self,
+        config: RolloutConfig,
+        *,
+        runtime: Runtime | None = None,
+        publishes: bool = False,
+        **how: Any,
     ) -> None:
         if runtime is not None:
-            raise InputError("a runtime that you made cannot be sent to the nodes of --ray: give its name")
+            why = "cannot be sent to the nodes of --ray: give its name"
+            raise InputError(f"a runtime that you made {why}")
         super().__init__(config, **how)
         self._publishes = publishes
         setup = Setup(config, self.harness, self.recorder.engine, self.recorder.model)
@@ -59,18 +73,24 @@ class FleetWorker(Worker):
 
     def fit(self, tasks: Sequence[Task], private: Sequence[Path] = ()) -> list[Task]:
         """Return the tasks as the nodes run them, after a comparison of the nodes."""
-        self._fleet.connect()
+        cluster = self._fleet.cluster
+        cluster.connect()
         hosts = [urlsplit(url).hostname or "" for url in self.recorder.engine.split(",")]
-        if self._publishes and len(self._fleet.nodes()) > 1 and any(map(is_loopback, hosts)):
+        if self._publishes and len(cluster.nodes()) > 1 and any(map(is_loopback, hosts)):
             raise InputError(
-                f"--engine {self.recorder.engine}: with --ray each node has an engine of its own at that address, and "
-                "weights are published to this machine's alone: give an address that is the same on all nodes"
+                f"--engine {self.recorder.engine}: with --ray each node has an engine of its own "
+                "at that address, and weights are published to this machine's alone: give an "
+                "address that is the same on all nodes"
             )
-        own, asked = Machine(*machine_reader()()), time.time()
-        machines = self._fleet.everywhere(machine_reader(), lambda _: ())
-        require_alike_machines(own, asked, {name: Machine(*machine) for name, machine in machines.items()})
+        own = Machine(*machine_reader()())
+        asked = time.time()
+        machines = {}
+        for name, machine in cluster.call_on_all(machine_reader(), lambda _: ()).items():
+            machines[name] = Machine(*machine)
+        require_alike_machines(own, asked, machines)
+        # a node may see these files on a shared disk
         files = (self.recorder.path.absolute(), *(path.absolute() for path in private))
-        self._fleet.setup = replace(self._fleet.setup, private=files)  # a node may see them on a shared disk
+        self._fleet.setup = replace(self._fleet.setup, private=files)
         return self._examine(tasks, build=False)
 
     async def build(self, tasks: Sequence[Task]) -> list[Task]:
@@ -82,8 +102,12 @@ class FleetWorker(Worker):
     def _examine(self, tasks: Sequence[Task], *, build: bool) -> list[Task]:
         policy = PolicyFile(self.recorder.path).read().version
         setup = self._fleet.setup
-        nodes = self._fleet.everywhere(examine, lambda name: (name, setup, tasks, policy, build))
-        self._fleet.found, self._fleet.tasks = require_alike(nodes), tasks
+
+        def arguments(node: str) -> tuple[Any, ...]:
+            return node, setup, tasks, policy, build
+
+        self._fleet.found = require_alike(self._fleet.cluster.call_on_all(examine, arguments))
+        self._fleet.tasks = tasks
         return self._fleet.found.tasks
 
     def weights(self, say: Callable[[str], None]) -> str:
@@ -105,38 +129,52 @@ class FleetWorker(Worker):
         """Return no engine: the nodes watch theirs."""
         return ()
 
+    def runner(
+        self,
+        advance: Advance,
+        *,
+        share: float = 0.0,
+        ended: OnEnd = lambda *_: None,
+        lost: OnLost | None = None,
+    ) -> GroupRunner:
+        """Return a runner of the nodes: see `Worker.runner`."""
+        return FleetRunner(
+            self._fleet,
+            share,
+            advance,
+            retries=self.config.retries,
+            give_up_after=self.config.give_up_after,
+            ended=ended,
+            lost=lost,
+            silent=self._fleet.silent,
+        )
+
+    @asynccontextmanager
+    async def attach(self, runner: GroupRunner, *, share: float = 0.0) -> AsyncIterator[None]:
+        """Let a runner of the caller's use the nodes: see `Worker.attach` and `attached`."""
+        async with attached(self._fleet, runner, share):
+            yield
+
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(rollout_lock(self.recorder.path))
-            self._fleet.connect()
+            self._fleet.cluster.connect()
             run_blocking(self._fleet.open())
             self._cleanup = stack.pop_all()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         with self._cleanup:
             run_blocking(self._fleet.close())
 
-    def runner(self, advance: Advance, *, ended: OnEnd = lambda *_: None, **_: Any) -> Any:
-        """Return a schedule of sessions on the nodes, each of which has one slot for groups that evaluate."""
-        return FleetSchedule(self._fleet, advance, ended)
-
-    async def run(
-        self,
-        groups: Sequence[Group],
-        *,
-        policy_version: str | None = None,
-        advance: Advance = lambda *_: None,
-        **_: Any,
-    ) -> list[Session]:
-        """Run the sessions of groups, and return them, all attempts."""
-        async with self.runner(advance) as schedule:
-            results = [await schedule.submit(group, policy_version) for group in groups]
-            return [session for result in results for session in await result]
-
 
 def make_worker(config: RolloutConfig, *, publishes: bool = False, **how: Any) -> Worker:
-    """Return the worker of a configuration, with its keywords: here, or with `ray` on the nodes of a cluster."""
-    return FleetWorker(config, publishes=publishes, **how) if config.ray else Worker(config, **how)
+    """Return the worker of a configuration: here, or with `ray` on the nodes of a cluster."""
+    if config.ray:
+        return FleetWorker(config, publishes=publishes, **how)
+    return Worker(config, **how)

@@ -18,7 +18,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.serve import ending
 from rolltap.trainer.engine.status import engine_status, reset_engine
 from rolltap.trainer.judges.command import require_evaluator
-from rolltap.trainer.nodes.fleet import nodes_status
+from rolltap.trainer.nodes.cluster import nodes_status
 from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.check import check_engines

@@ -143,7 +143,7 @@ class GroupRunner:
 
     def remove_node(self, node: Node, why: Exception) -> None:
         """Stop the sessions of a node, which are retried on others, and run none there any more."""
-        if self._is_lost(node):
+        if self._over or self._is_lost(node):
             return
         del self._nodes[node.name]
         self._queue.remove_node(node.name)

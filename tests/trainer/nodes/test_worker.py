@@ -17,7 +17,6 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.rollouts.resume import place_of
-from tests.deep import DEEP
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
 from tests.trainer.nodes.conftest import SLOTS, processes_below
@@ -25,9 +24,8 @@ from tests.trainer.service.served import GOOD, program, serving
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-GROUPS = 8 if DEEP else 4
 SESSIONS = 8
-TASKS = [rolltap.Task(id=f"task-{number}", instruction="go", evaluate=GOOD) for number in range(GROUPS)]
+TASKS = [rolltap.Task(id=f"task-{number}", instruction="go", evaluate=GOOD) for number in range(10)]
 
 
 class Gate:
@@ -77,7 +75,7 @@ def roll_out(cluster, engine, tokenizer_folder, folder, tasks=TASKS, **settings)
     )
 
 
-def assert_whole(run, groups=GROUPS, sessions=SESSIONS):
+def assert_whole(run, groups, sessions=SESSIONS):
     """Every place of every group has a session with a reward, no row is damaged or twice, and the ledger is exact."""
     rows = run.sessions()
     assert len({row.session_id for row in rows}) == len(rows)
@@ -110,17 +108,18 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
     cluster, engine, tokenizer_folder, tmp_path, temporary, number, capsys
 ):
     first, *_ = [cluster.add() for _ in range(number)]
+    tasks = TASKS[: 2 * number + 2]
     with ThreadPoolExecutor(1) as pool, Gate(engine, first=SLOTS * number) as gate:
-        running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path)
+        running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path, tasks)
         all_held = 2 * SLOTS * number
         gate.wait_for(all_held)
         wait_for_begun(tmp_path / "run", all_held)  # the driver knows of all that its nodes run
         cluster.kill(first)
         cluster.add()
-        gate.wait_for(all_held + SLOTS)  # the sessions of the killed node are run again
+        gate.wait_for(all_held + SLOTS)  # the new node has as many sessions as it may: the others wait for theirs
         gate.open()
         run = running.result(timeout=900)
-    assert_whole(run)
+    assert_whole(run, len(tasks))
     lost = [row for row in run.sessions() if row.status == "infrastructure"]
     assert len(lost) == SLOTS
     assert all("is gone" in row.error for row in lost)

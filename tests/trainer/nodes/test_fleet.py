@@ -1,0 +1,89 @@
+"""The members of a fleet: they join, are refused, and come back; the engines that each has."""
+
+import asyncio
+
+import pytest
+
+from rolltap.addons.errors import InputError, RunError
+from rolltap.trainer.nodes import fleet as fleet_module
+from rolltap.trainer.nodes.fleet import deal
+from rolltap.trainer.rollouts.node import NodeLostError
+from tests.factories import write_run
+from tests.trainer.nodes.local import LocalSetup, ObjectLostError, Sessions, local_fleet, until
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+async def test_a_node_whose_worker_fails_is_not_used_and_tried_again_after_a_while(run, monkeypatch):
+    errors = [InputError("'codex' is not on the PATH")]
+
+    def fail_once(self, tasks, private):
+        while errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(Sessions, "fit", fail_once)
+    fleet = local_fleet(run, monkeypatch, ["a", "b"])
+    await fleet.open()
+    (kept,) = fleet.members
+    assert fleet.newcomers() == []
+    monkeypatch.setattr(fleet_module, "AGAIN_SECONDS", 0.0)
+    fleet.drop(fleet.members[kept])
+    assert fleet.newcomers() == [kept]
+    assert await fleet.join(kept) is None
+    await fleet.close()
+
+
+async def test_a_fleet_without_a_node_raises_the_first_nodes_error(run, monkeypatch):
+    def fail(self, tasks, private):
+        raise InputError("'codex' is not on the PATH")
+
+    monkeypatch.setattr(Sessions, "fit", fail)
+    fleet = local_fleet(run, monkeypatch, ["a", "b"])
+    with pytest.raises(InputError, match="node a: 'codex' is not on the PATH"):
+        await fleet.open()
+
+
+async def test_a_node_of_another_tokenizer_is_not_used(run, monkeypatch):
+    write_run(run, tokenizer_sha256="other")
+    fleet = local_fleet(run, monkeypatch)
+    with pytest.raises(RunError, match=r"node a: .* was recorded with another tokenizer"):
+        await fleet.open()
+
+
+async def test_a_join_that_is_stopped_leaves_no_member(run, monkeypatch):
+    async def stay(self):
+        await asyncio.Event().wait()
+
+    fleet = local_fleet(run, monkeypatch)
+    await fleet.open()
+    fleet.cluster.names.append("b")
+    monkeypatch.setattr(Sessions, "__aenter__", stay)
+    joining = asyncio.ensure_future(fleet.join("b"))
+    await until(lambda: len(LocalSetup.workers) == 2)
+    joining.cancel()
+    await asyncio.wait([joining])
+    assert fleet.members.keys() == {"a"}
+    await fleet.close()
+
+
+async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run, monkeypatch):
+    fleet = local_fleet(run, monkeypatch)
+    await fleet.open()
+    fleet._writer.error = ObjectLostError("its owner died")
+    with pytest.raises(NodeLostError, match="a node is gone, with a report that was not written yet"):
+        await fleet.write("append", [], "a", 1, [])
+    fleet._writer.error = None
+    await fleet.close()
+
+
+def test_engines_are_dealt_to_the_nodes_that_each_group_has_one_prefix_cache():
+    dealt = []
+    for _ in range(4):
+        dealt.append(deal(["a", "b"], dealt, 4))
+    assert dealt == [["a"], ["b"], ["a"], ["b"]]
+    assert deal(["a", "b", "c", "d"], [], 2) == ["a", "b"]
+    assert deal(["http://one:8000", "http://two:8000"], [], 2, host="two") == ["http://two:8000"]
+    assert deal(["a", "b", "c", "d"], [["a", "b"]], 2) == ["c", "d"]

@@ -1,0 +1,165 @@
+"""A node whose sessions run in an actor on a machine of a Ray cluster: the driver's side."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rolltap.addons.errors import RolltapError
+from rolltap.addons.store.records import Session
+from rolltap.trainer.concurrency import wait_for_end
+from rolltap.trainer.nodes.fleet import Fleet, Member
+from rolltap.trainer.nodes.messages import EndedAttempt, Report
+from rolltap.trainer.rollouts.node import Enter, NodeLostError, SessionAttempt
+from rolltap.trainer.rollouts.queue import Slots
+from rolltap.trainer.traces.facts import Facts
+
+logger = logging.getLogger(__name__)
+
+_Phase = Literal["running", "judging"]
+
+
+@dataclass(slots=True)
+class _Running:
+    """An attempt in the actor. `news` tells the phases that it asks for, its end, or an error."""
+
+    attempt: SessionAttempt
+    news: asyncio.Queue[_Phase | EndedAttempt | Exception] = field(default_factory=asyncio.Queue)
+
+
+class RayNode:
+    """A member of a fleet, as a node of one runner. `follow` runs beside its sessions."""
+
+    def __init__(self, fleet: Fleet, member: Member, slots: Slots) -> None:
+        self.name = member.name
+        self.slots = slots
+        self.member = member
+        self._fleet = fleet
+        self._running: dict[int, _Running] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._error: Exception | None = None
+        """Why the node is lost."""
+
+    async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
+        """Run a session there until its row is in the run folder: see `Node`."""
+        if self._error is not None:
+            raise self._lost()
+        number = next(self.member.attempts)
+        running = _Running(attempt)
+        self._running[number] = running
+        self._idle.clear()
+        try:
+            return await self._run(number, running, enter)
+        except asyncio.CancelledError:
+            await wait_for_end(asyncio.create_task(self._stop(number, running)))
+            raise
+        finally:
+            del self._running[number]
+            if not self._running:
+                self._idle.set()
+
+    def first_version(self, session_id: str) -> str | None:
+        """Return the version of the weights of a session's first call, when the run has it."""
+        return self._fleet.first_version(session_id)
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no session runs there."""
+        await self._idle.wait()
+
+    async def follow(self) -> Exception:
+        """Take the node's reports until it is lost, and return why."""
+        error: Exception
+        try:
+            while True:
+                report = await self._fleet.next_report(self.member)
+                self._tell(report)
+                if report.is_over:
+                    error = _why_over(report, self.name)
+                    break
+        except (RolltapError, OSError) as failure:
+            error = failure
+        await self._lose(error)
+        return error
+
+    async def _run(self, number: int, running: _Running, enter: Enter) -> Facts:
+        attempt = running.attempt
+        forked = None
+        if attempt.group.fork is not None:
+            forked = await asyncio.to_thread(self._fleet.forked_calls, attempt.group.fork)
+        policies = self._fleet.policies()
+        begun = asyncio.create_task(self._ask("begin", number, attempt, policies, forked))
+        if await wait_for_end(begun):  # its cancellation must not come before it
+            raise asyncio.CancelledError from begun.exception()
+        begun.result()
+        while True:
+            news = await running.news.get()
+            if isinstance(news, Exception):
+                raise news
+            if not isinstance(news, EndedAttempt):
+                await enter(news)
+                await self._ask("grant", number, news)
+                continue
+            attempt.row = news.row
+            if news.facts is not None:
+                return news.facts
+            # the actor stopped it, because it can run no further session: `follow` says why
+
+    async def _stop(self, number: int, running: _Running) -> None:
+        """Stop a session, and wait for its row."""
+        await self._ask("cancel", number, running.attempt.why_stopped)
+        news = await running.news.get()
+        while not isinstance(news, EndedAttempt | Exception):
+            news = await running.news.get()
+        if isinstance(news, EndedAttempt):
+            running.attempt.row = news.row
+
+    async def _ask(self, method: str, *arguments: Any) -> None:
+        """Tell the actor something. If it fails, the actor is ended, which `follow` will see."""
+        if self._error is not None:
+            return
+        try:
+            await self._fleet.ask(self.member, method, *arguments)
+        except RolltapError as error:
+            logger.warning("%s", error)
+            self._fleet.kill(self.member)
+
+    def _tell(self, report: Report) -> None:
+        for number, phase in report.phases:
+            if number in self._running:
+                self._running[number].news.put_nowait(phase)
+        for ended in report.ended:
+            if ended.number in self._running:
+                self._running[ended.number].news.put_nowait(ended)
+
+    async def _lose(self, error: Exception) -> None:
+        """Forget the member, and tell its sessions so, after the row of each that has one."""
+        rows: dict[str, tuple[Session, Facts | None]] = {}
+        try:
+            lost = await self._fleet.forget(self.member, str(error))
+        except (RolltapError, OSError) as failure:
+            error = failure
+        else:
+            for row in lost.running:
+                rows[row.session_id] = row, None
+            for row in lost.ended:
+                rows[row.session_id] = row, Facts()
+        self._error = error
+        for number, running in self._running.items():
+            session_id = running.attempt.session_id
+            if session_id in rows:
+                row, facts = rows[session_id]
+                running.news.put_nowait(EndedAttempt(number, row, facts))
+            running.news.put_nowait(self._lost())
+
+    def _lost(self) -> Exception:
+        """Return an error of a session that the node takes with it."""
+        if isinstance(self._error, OSError):  # of the run folder
+            return OSError(str(self._error))
+        return NodeLostError(str(self._error))
+
+
+def _why_over(report: Report, name: str) -> Exception:
+    if report.failure is None:
+        return NodeLostError(f"node {name} was closed")
+    return report.failure.error()
