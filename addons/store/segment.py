@@ -33,7 +33,7 @@ import logging
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -148,9 +148,10 @@ class Segment:
         self._unsynced = True
 
 
-def _earlier(expected: pa.Schema, found: pa.Schema) -> pa.Schema:
-    """Return the columns of a table without the later ones that a file lacks."""
-    later = LATER_COLUMNS - {*found.names}
+def _earlier(expected: pa.Schema, found: Collection[str]) -> pa.Schema:
+    """Return the columns of a table without the later ones that a file with the columns `found`
+    lacks."""
+    later = LATER_COLUMNS - {*found}
     return pa.schema([column for column in expected if column.name not in later])
 
 
@@ -201,10 +202,11 @@ class SegmentReader:
             return
         try:
             schema = pa.ipc.read_schema(self._next("schema"))
-        except (pa.ArrowException, OSError, EOFError) as error:
+            names = schema.names  # decoded here: damaged ones may be no UTF-8
+        except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
             self.damage[0] = f"it has no schema ({error})"
             return
-        if expected is not None and schema.equals(_earlier(expected, schema)):
+        if expected is not None and schema.equals(_earlier(expected, names)):
             self._expected = expected
         elif expected is not None:
             why = "another version of rolltap wrote it, or it is damaged"
