@@ -179,7 +179,7 @@ def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16
             "most of a node": alike[-1],
             "of the slow one": shares[names[0]],
             "groups on one node": sum(len(each) == 1 for each in homes.values()) / len(homes),
-            "slots used while groups wait": busy / queued,
+            "slots used while sessions wait": busy / queued,
             "us a decision": spent / decisions * 1e6,
         }
     ]
