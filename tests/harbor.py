@@ -16,13 +16,15 @@ sh bash tar gzip grep cut sleep mkdir rm mv cp cat ls chmod head wc env id ln
 
 
 def require_harbor() -> None:
-    """Skip a test where Harbor is not installed: `environment_harbor` of recipes/environments.sh makes it."""
+    """Skip a test where Harbor is not installed: `environment_harbor` of recipes/environments.sh
+    makes it."""
     if not PYTHON.exists():
         pytest.skip("Harbor is not installed: see environment_harbor in recipes/environments.sh")
 
 
 def folder_environment(folder: Path, **settings) -> dict:
-    """Return an environment of the tests' own, `tests/harbor_folder.py`, with boxes that are below `folder`."""
+    """Return an environment of the tests' own, `tests/harbor_folder.py`, with boxes that are
+    below `folder`."""
     if NO_SANDBOX:
         pytest.skip(NO_SANDBOX)
     folder.mkdir(exist_ok=True)
@@ -33,7 +35,8 @@ def folder_environment(folder: Path, **settings) -> dict:
 
 
 def environment(folder: Path, network: str = "none") -> dict:
-    """Return Harbor's Podman environment with a network of Podman's, and without waiting for `sleep infinity`."""
+    """Return Harbor's Podman environment with a network of Podman's, and without waiting for
+    `sleep infinity`."""
     overlay = folder / "overlay.yaml"
     main = f"network_mode: {network}\n    stop_grace_period: 0s"
     overlay.write_text(f"services:\n  main:\n    {main}\n")
@@ -56,7 +59,8 @@ def podman_image(folder: Path) -> Iterator[str]:
 
 
 def limits_of_podman(folder: Path) -> Path:
-    """Write and return a file for CONTAINERS_CONF: not every root may raise limits, which Podman does."""
+    """Write and return a file for CONTAINERS_CONF: not every root may raise limits, which Podman
+    does."""
     file = folder / "containers.conf"
     file.write_text(
         '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]\n'

@@ -1,4 +1,7 @@
-"""An environment of Harbor's for tests: a folder as the root of bubblewrap's boxes. Harbor's Python loads it."""
+"""An environment of Harbor's for tests: a folder as the root of bubblewrap's boxes.
+
+Harbor's Python loads it.
+"""
 
 import asyncio
 import json
@@ -12,10 +15,11 @@ LINKS = {"bin": "usr/bin", "lib": "usr/lib", "lib64": "usr/lib64"}
 
 
 class FolderEnvironment(BaseEnvironment):
-    """An environment in a folder of its name below `folder`, with this machine's network and processes.
+    """An environment in a folder of its name below `folder`, with this machine's network and
+    processes.
 
-    With `restricts` it says that it restricts the network, and `policy.json` has the policy. With `fails` it does not
-    start, and says so.
+    With `restricts` it says that it restricts the network, and `policy.json` has the policy. With
+    `fails` it does not start, and says so.
     """
 
     def __init__(self, *args, folder, restricts=False, fails="", **kwargs):

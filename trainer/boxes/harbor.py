@@ -1,11 +1,12 @@
-"""The runtime `harbor`: boxes are environments of Harbor (https://harborframework.com), on this machine or elsewhere.
+"""The runtime `harbor`: boxes are environments of Harbor (https://harborframework.com), on this
+machine or elsewhere.
 
-Harbor is a package of its own Python. One process of it, `inside/harbor_environments.py`, has all boxes that are
-open, and stops them when this process ends.
+Harbor is a package of its own Python. One process of it, `inside/harbor_environments.py`, has all
+boxes that are open, and stops them when this process ends.
 
-    start     an archive of the workspace, the home, the mounts and the tools goes there, and is unpacked
-    run       the program, as root, with its output in a file; then all that it left is killed, and an archive of the
-              workspace, the output and the verdict comes back
+    start     an archive of the workspace, the home, the mounts and the tools goes there
+    run       the program, as root, with its output in a file; all that it left is killed; an archive
+              of the workspace, the output and the verdict comes back
     stop      the environment is deleted
 """
 
@@ -27,7 +28,7 @@ import threading
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
@@ -129,14 +130,21 @@ class HarborBox:
         """Do nothing: a program's end is the end of all that it left."""
 
     async def stop(self) -> None:
-        """Delete the environment. A failure is logged: nothing here depends on it."""
-        try:
-            await self._send("stop", **self._definition)
-        except (OSError, InputError) as error:
+        """Delete the environment, also when the caller is cancelled.
+
+        A failure is logged: nothing here depends on it.
+        """
+        stopping = asyncio.ensure_future(self._send("stop", **self._definition))
+        if await wait_for_end(stopping):
+            raise asyncio.CancelledError
+        if error := stopping.exception():
             logger.warning("the environment %s could not be stopped: %s", self._spec.name, error)
 
     async def copy_out(self, dest: Path) -> None:
-        """Copy what the workspace's folder has in the image into `dest`. Raises `OSError` when it is not there."""
+        """Copy what the workspace's folder has in the image into `dest`.
+
+        Raises `OSError` when it is not there.
+        """
         await self._send("start", **self._definition)
         await self._execute(harbor_program.pack_command(self.workdir), _TRANSFER_SECONDS)
         dest.mkdir(parents=True, exist_ok=True)
@@ -147,7 +155,10 @@ class HarborBox:
         await self._send("start", **self._definition)
 
     async def _bring(self, workspace: Path, limit: int) -> bool:
-        """Make the folder `workspace` what the archive in the box says of it. Return False if it is too much or bad."""
+        """Make the folder `workspace` what the archive in the box says of it.
+
+        Return False if it is too much or bad.
+        """
         packed = self._folder / "packed"
         await self._call(
             "download_file", source_path=harbor_program.FROM_BOX, target_path=str(packed)
@@ -200,8 +211,8 @@ class HarborRuntime:
     Args:
         python: Program of a Python that has Harbor.
         environment: Harbor's keys of a trial's `environment`, such as `type`.
-        recorder_address: The recorder as boxes reach it, `HOST:PORT`, or `https://HOST:PORT` behind TLS. None if no
-            box needs it.
+        recorder_address: The recorder as boxes reach it, `HOST:PORT`, or `https://HOST:PORT` behind
+            TLS. None if no box needs it.
         tools: Folders of this machine that boxes get, under the same path.
         builds: True lets Harbor build the images of tasks that have only a Dockerfile.
     """
@@ -241,7 +252,8 @@ class HarborRuntime:
         self.shown += [file for file in files if file not in self.shown]
 
     def check(self) -> None:
-        """Raise `InputError` without Harbor, and for an environment that Harbor does not have or cannot use."""
+        """Raise `InputError` without Harbor, and for an environment that Harbor does not have or
+        cannot use."""
         with self._open():
             checking = self.send("check", environment=self._environment, allowed=self._allowed)
             try:
@@ -250,19 +262,23 @@ class HarborRuntime:
                 raise InputError(str(error)) from error
         if not str(answer["version"]).startswith(f"{VERSION}."):
             raise InputError(
-                f"{self._python} has Harbor {answer['version']}, and rolltap knows the interface of {VERSION}: install "
-                f"that one in an environment of its own ({self._python} -m pip install harbor=={VERSION}.0)"
+                f"{self._python} has Harbor {answer['version']}, and rolltap knows the interface of "
+                f"{VERSION}: install that one in an environment of its own "
+                f"({self._python} -m pip install harbor=={VERSION}.0)"
             )
         self._restricts = bool(answer["restricts"])
         if not self._restricts:
             self.warning = (
-                "Harbor cannot restrict the network of these environments to the recorder: their sessions, and their "
-                "judges, reach what the environment's own network reaches"
+                "Harbor cannot restrict the network of these environments to the recorder: their "
+                "sessions, and their judges, reach what the environment's own network reaches"
             )
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[HarborBox]:
-        """Yield an environment. Raises `OSError` when it does not start, and `InputError` when it never will."""
+        """Yield an environment.
+
+        Raises `OSError` when it does not start, and `InputError` when it never will.
+        """
         async with self._made(spec) as box:
             await box.start()
             yield box
@@ -271,24 +287,19 @@ class HarborRuntime:
     async def _made(self, spec: BoxSpec) -> AsyncIterator[HarborBox]:
         if self._restricts is None:
             await run_to_end(self.check)
-        opened = self._open()
-        await run_to_end(opened.__enter__)
-        try:
-            folder = Path(await run_to_end(tempfile.mkdtemp, prefix="rolltap-"))
-            try:
-                box = HarborBox(self, spec, folder)
-                try:
-                    yield box
-                finally:
-                    if await wait_for_end(asyncio.ensure_future(box.stop())):
-                        raise asyncio.CancelledError
-            finally:
-                await run_to_end(remove_folder, folder)
-        finally:
-            await run_to_end(opened.__exit__, None, None, None)
+        async with AsyncExitStack() as stack:
+            opened = ExitStack()
+            opened.enter_context(self._open())
+            stack.push_async_callback(run_to_end, opened.close)  # it may wait for Harbor's process
+            folder = Path(tempfile.mkdtemp(prefix="rolltap-"))
+            stack.push_async_callback(run_to_end, remove_folder, folder)
+            box = HarborBox(self, spec, folder)
+            stack.push_async_callback(box.stop)
+            yield box
 
     async def build(self, image: str, build: Build, log: Path) -> None:
-        """Let an environment build the folder of a Dockerfile once. Later boxes of `image` are of that folder.
+        """Let an environment build the folder of a Dockerfile once. Later boxes of `image` are of
+        that folder.
 
         Raises `InputError` when it cannot be built in time.
         """
@@ -307,7 +318,10 @@ class HarborRuntime:
         return image.partition("@")[2]
 
     def copy_out(self, image: str, workdir: str, dest: Path) -> None:
-        """Copy what the folder `workdir` of an image has into `dest`. Raises `InputError` without it."""
+        """Copy what the folder `workdir` of an image has into `dest`.
+
+        Raises `InputError` without it.
+        """
         spec = BoxSpec(
             name=f"rolltap-{secrets.token_hex(4)}",
             workspace=dest,
@@ -349,7 +363,10 @@ class HarborRuntime:
         }
 
     def send(self, operation: str, **fields: Any) -> "Future[dict[str, Any]]":
-        """Send a request to the process, which is started again when it has died. Blocks while it starts."""
+        """Send a request to the process, which is started again when it has died.
+
+        Blocks while it starts.
+        """
         with self._lock:
             if self.process is None or self.process.ended:
                 if self.process is not None:
@@ -375,7 +392,8 @@ class HarborRuntime:
 
 
 def read_environment(text: str) -> dict[str, Any]:
-    """Return Harbor's keys of a trial's `environment`: a type, a class as MODULE:CLASS, or a JSON file with the keys.
+    """Return Harbor's keys of a trial's `environment`: a type, a class as MODULE:CLASS, or a JSON
+    file with the keys.
 
     Raises `InputError` for a file that cannot be read.
     """
@@ -407,7 +425,8 @@ def _unpack(file: Path, folder: Path, limit: int) -> bool:
 
 
 def take_changes(new: Path, folder: Path) -> None:
-    """Make a folder what another one is, and touch nothing in it that is the same. The other one is used up.
+    """Make a folder what another one is, and touch nothing in it that is the same. The other one is
+    used up.
 
     Nobody else may write to them meanwhile. Raises `TooMuchError` and `OSError`.
     """
@@ -439,7 +458,10 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _folder_in(top: Path, path: str) -> Path | None:
-    """Return the folder at a path of a box in what came back of it; None without one. A link is none."""
+    """Return the folder at a path of a box in what came back of it; None without one.
+
+    A link is none.
+    """
     place = top
     for part in path.strip("/").split("/"):
         place = place / part

@@ -1,4 +1,4 @@
-"""The runtime `harbor`: Harbor's own package with its Podman environment, and with a cheap one of the tests' own."""
+"""The runtime `harbor`: Harbor's own package, with its Podman environment and with a cheap one of ours."""
 
 import asyncio
 import json
@@ -90,6 +90,7 @@ async def test_a_program_runs_on_a_copy_of_the_workspace_and_its_changes_come_ba
     assert boxes(tmp_path) == []
 
 
+@pytest.mark.deep
 async def test_harbors_podman_environment_is_such_a_box_and_nothing_of_it_is_left(
     tmp_path, monkeypatch
 ):
@@ -187,7 +188,7 @@ async def test_a_box_says_at_the_start_when_harbor_cannot_restrict_it(tmp_path):
     assert "cannot restrict the network" in str(runtime.warning)
 
 
-async def test_the_death_of_harbors_process_is_an_error_of_its_boxes_and_later_ones_have_another_process(
+async def test_the_death_of_harbors_process_ends_its_boxes_and_later_ones_have_another(
     tmp_path,
 ):
     runtime = make_runtime(tmp_path)
@@ -227,7 +228,7 @@ async def test_a_session_that_is_cancelled_leaves_no_environment(tmp_path):
 
 
 async def test_what_a_hostile_box_sends_back_leads_nowhere(tmp_path, monkeypatch):
-    """The folders above the workspace, and those above our own files, are links to folders of this machine."""
+    """The folders above the workspace and above our own files are links to others here."""
     secret = tmp_path / "secret"
     for path in ("b/key", "rolltap/log", "rolltap/verdict-0"):
         (secret / path).parent.mkdir(parents=True, exist_ok=True)
@@ -313,6 +314,14 @@ async def test_an_environment_that_does_not_start_may_start_later(tmp_path):
 def test_a_harbor_that_cannot_make_boxes_is_refused_at_the_start(python, made, message):
     with pytest.raises(InputError, match=f"(?s){message}"):
         HarborRuntime(Path(python), made, "recorder.example:8443").check()
+
+
+def test_another_version_of_harbor_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("rolltap.trainer.boxes.harbor.VERSION", "0.99")
+    with pytest.raises(
+        InputError, match=r"has Harbor 0\.25\.0, .*knows the interface of 0\.99: install"
+    ):
+        make_runtime(tmp_path).check()
 
 
 async def test_images_have_workspaces_and_dockerfiles_are_built_by_harbor(tmp_path):

@@ -1,13 +1,15 @@
-"""Harbor's environments for rolltap: it runs in Harbor's own Python, and rolltap has its stdin and stdout.
+"""Harbor's environments for rolltap: it runs in Harbor's own Python, and rolltap has its stdin and
+stdout.
 
-A script of its own, on the package `harbor` (0.25) alone: `python -I harbor_environments.py`. Each line of stdin
-is a request, a JSON object with `id` and `op`; each line of stdout is an answer with the same `id`. Requests run
-at the same time. An answer has `error` when the request failed, and `permanent` when it would fail again.
+A script of its own, on the package `harbor` (0.25) alone: `python -P harbor_environments.py`. Each
+line of stdin is a request, a JSON object with `id` and `op`; each line of stdout is an answer with
+the same `id`. Requests run at the same time. An answer has `error` when the request failed, and
+`permanent` when it would fail again.
 
     check    environment, allowed          -> version, restricts
     start    box, environment, ...         -> {}                  see `Environments.start`
     call     box, method, arguments        -> what the environment's method returned
-    stop     box, environment, ...         -> {}                  also an environment that another process started
+    stop     box, environment, ...         -> {}                  also of another process
 
 Environments are stopped at the end of stdin, so they end when rolltap does, also by kill -9.
 """
@@ -34,13 +36,19 @@ from harbor.models.trial.paths import TrialPaths
 METHODS = ("exec", "upload_file", "download_file")
 LINE_BYTES = 16 << 20
 _STOP_SECONDS = 100.0
-"""Time in which all environments stop when stdin has ended. Then only their provider's own limits end them."""
+"""Time in which all environments stop when stdin has ended.
+
+Then only their provider's own limits end them.
+"""
 
 Fields = dict[str, Any]
 
 
 class Environments:
-    """The environments by the names of their boxes. `folder` is for files that Harbor keeps of a trial."""
+    """The environments by the names of their boxes.
+
+    `folder` is for files that Harbor keeps of a trial.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,7 +56,8 @@ class Environments:
         self._running: dict[str, set[asyncio.Task[Fields]]] = {}
 
     async def check(self, environment: Fields, allowed: list[str]) -> Fields:
-        """Return Harbor's version, and whether the environment can restrict a box's network to hosts.
+        """Return Harbor's version, and whether the environment can restrict a box's network to
+        hosts.
 
         Raises as Harbor does without credentials, without packages and for keys that are not known.
         """
@@ -80,8 +89,11 @@ class Environments:
         return {} if result is None else dict(result.model_dump())
 
     async def stop(self, box: str, **definition: Any) -> Fields:
-        """Stop and delete an environment, and end what runs in it. Of one that this process did not start, Harbor
-        knows the name alone: Docker's and Podman's can be deleted by it."""
+        """Stop and delete an environment, and end what runs in it.
+
+        Of one that this process did not start, Harbor knows the name alone: Docker's and Podman's
+        can be deleted by it.
+        """
         running = self._running.get(box, set()) - {asyncio.current_task()}
         for task in running:
             task.cancel()
@@ -133,9 +145,9 @@ class Environments:
     ) -> Any:
         """Return an environment that is not started.
 
-        `environment` has Harbor's keys of a trial's `environment`. The box has an `image`, or what the Dockerfile
-        of the folder `definition` makes. It reaches the hosts that are `allowed`; for None, all. `limits` has
-        `cpus`, `memory_mb` and `storage_mb`.
+        `environment` has Harbor's keys of a trial's `environment`. The box has an `image`, or what
+        the Dockerfile of the folder `definition` makes. It reaches the hosts that are `allowed`;
+        for None, all. `limits` has `cpus`, `memory_mb` and `storage_mb`.
         """
         config = _configured(environment)
         folder = self._folder / box
@@ -167,7 +179,7 @@ def _configured(environment: Fields) -> EnvironmentConfig:
 
 
 async def _delete(made: Any) -> None:
-    # podman-compose would delete the image, which other boxes have, and its containers are removed anyway
+    # podman-compose would delete the image, which other boxes have; containers are removed anyway
     await made.stop(delete=made.type() != "podman")
 
 

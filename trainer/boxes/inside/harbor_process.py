@@ -1,4 +1,5 @@
-"""The process of Harbor's Python that has environments (`harbor_environments.py`), as rolltap talks to it."""
+"""The process of Harbor's Python that has environments (`harbor_environments.py`), as rolltap
+talks to it."""
 
 import json
 import logging
@@ -49,9 +50,9 @@ class Harbor:
         except OSError as error:
             self._said.close()
             raise InputError(
-                f"Harbor's Python {python} cannot be started: {error.strerror}. Install Harbor in an environment "
-                f"of its own (python3.12 -m venv harbor && harbor/bin/pip install harbor=={VERSION}.0), and name its "
-                "bin/python with --harbor-python"
+                f"Harbor's Python {python} cannot be started: {error.strerror}. Install Harbor in an "
+                f"environment of its own (python3.12 -m venv harbor && harbor/bin/pip install "
+                f"harbor=={VERSION}.0), and name its bin/python with --harbor-python"
             ) from error
         self._reader = threading.Thread(target=self._read, name="rolltap-harbor", daemon=True)
         self._reader.start()
@@ -62,7 +63,10 @@ class Harbor:
         return self.process.poll() is not None
 
     def send(self, operation: str, **fields: Any) -> Future[dict[str, Any]]:
-        """Send a request. The future has its answer; or `InputError` for what would fail again, or `OSError`."""
+        """Send a request.
+
+        The future has its answer; or `InputError` for what would fail again, or `OSError`.
+        """
         future: Future[dict[str, Any]] = Future()
         future.set_running_or_notify_cancel()
         number = next(self._numbers)
@@ -116,13 +120,15 @@ class Harbor:
                 future.set_exception(self._died())
 
     def _died(self) -> OSError | InputError:
-        """Return the error of a process that ended by itself: before Harbor was there, it would do so again."""
+        """Return the error of a process that ended by itself: before Harbor was there, it would
+        do so again."""
         self._said.seek(max(0, os.fstat(self._said.fileno()).st_size - _SAID_BYTES))
         said = self._said.read().decode(errors="replace").strip()
         last = said.rpartition("\n")[2]
         if "ModuleNotFoundError" in last or "ImportError" in last:
             return InputError(
                 f"{self._python} has no Harbor {VERSION} ({last}): install it there "
-                f"({self._python} -m pip install harbor=={VERSION}.0), or name another Python with --harbor-python"
+                f"({self._python} -m pip install harbor=={VERSION}.0), or name another Python "
+                "with --harbor-python"
             )
         return OSError(f"Harbor's process ended with status {self.process.poll()}: {said}")

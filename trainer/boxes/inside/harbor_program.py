@@ -2,7 +2,8 @@
 
 Of the image they need `bash`, which Harbor runs, `tar`, `gzip`, `grep`, and coreutils or busybox.
 
-They run as root, and so do the programs that they start: nothing in a box is hidden from its programs.
+They run as root, and so do the programs that they start: nothing in a box is hidden from its
+programs.
 """
 
 import os
@@ -11,7 +12,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 FOLDER = "/tmp/rolltap"
-"""Folder of ours in a box, which each run makes anew: every environment lets Harbor write to /tmp."""
+"""Folder of ours in a box, which each run makes anew: every environment lets Harbor write to
+/tmp."""
 LOG = "log"
 """File in `FOLDER`: the output of the program."""
 TO_BOX = f"{FOLDER}.in.tar.gz"
@@ -22,7 +24,10 @@ UNPACK = f"tar -xzf {TO_BOX} -C / --no-same-owner && rm {TO_BOX}"
 """Command that unpacks what was taken to the box."""
 
 _MARK = "ROLLTAP_BOX"
-"""Variable by which the processes of a program are found. One that removes it gets away until the box ends."""
+"""Variable by which the processes of a program are found.
+
+One that removes it gets away until the box ends.
+"""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 _RUN = """\
@@ -78,11 +83,12 @@ def run_script(
     pipes: Sequence[str],
     log_bytes: int,
 ) -> str:
-    """Return the script that runs a program in the folder `workdir`, kills what it left, and packs what comes back.
+    """Return the script that runs a program in the folder `workdir`, kills what it left, and packs
+    what comes back.
 
-    It prints `token`, the exit status, and `ended`, `timeout` or `absent`. The output is in the file `LOG`,
-    without what comes after `log_bytes`. `pipes` are paths that the program writes to; they lead to the
-    files `verdict(0)` and so on.
+    It prints `token`, the exit status, and `ended`, `timeout` or `absent`. The output is in the
+    file `LOG`, without what comes after `log_bytes`. `pipes` are paths that the program writes to;
+    they lead to the files `verdict(0)` and so on.
 
     Raises `OSError` for a variable whose name no shell knows.
     """
@@ -124,7 +130,10 @@ def verdict(number: int) -> str:
 
 
 def pack_command(workdir: str) -> str:
-    """Return the command that packs `FOLDER` and `workdir`. Hard links are files of their own there."""
+    """Return the command that packs `FOLDER` and `workdir`.
+
+    Hard links are files of their own there.
+    """
     whole = "$(tar --hard-dereference --version >/dev/null 2>&1 && echo --hard-dereference)"
     names = f"{FOLDER.strip('/')} {shlex.quote(workdir.strip('/'))}"
     return f"mkdir -p {FOLDER} && tar {whole} -czf {FROM_BOX} -C / {names}"
