@@ -19,6 +19,7 @@ from rolltap.trainer.service import connections
 from rolltap.trainer.service.app import make_app
 from rolltap.trainer.service.connections import Connection
 from rolltap.trainer.service.groups import Groups
+from rolltap.trainer.service.recording import Health
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.viewer.app import reading_token
 
@@ -209,7 +210,7 @@ async def test_streams_of_events_stay_when_others_come(connect, client):
 
 async def test_many_who_ask_for_the_health_ask_the_engines_once(groups, client):
     asked = []
-    groups.problems = lambda: asked.append(1) or ["none"]
+    groups.recorded.health = lambda: asked.append(1) or Health(["none"])
     answers = await asyncio.gather(*(client.get("/health") for _ in range(5)))
     assert {answer.status_code for answer in answers} == {503}
     assert len(asked) < 5
@@ -217,8 +218,9 @@ async def test_many_who_ask_for_the_health_ask_the_engines_once(groups, client):
 
 async def test_without_descriptors_it_says_so_and_blames_no_engine(groups, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")), 1 << 20))
-    assert groups.problems()[0].startswith("too many open files: ")
-    assert not any("does not answer" in problem for problem in groups.problems())
+    health = groups.recorded.health()
+    assert health.problems[0].startswith("too many open files: ")
+    assert not any("does not answer" in problem for problem in health.problems + health.warnings)
 
 
 def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):

@@ -52,11 +52,11 @@ async def load(run, journal):
     groups = groups_in(run)
     try:
         await groups.load()
-        for name in groups._accepted:
+        for name in groups.book.accepted:
             groups.view(name).model_dump_json().encode()
         for _, event in groups.journal.read():
             json_text({name: value for name, value in event.items() if name != "kind"}).encode()
-        assert groups.waiting().total() >= 0
+        assert groups.book.waiting().total() >= 0
         await groups.submit(GroupRequest(id="after", task="words"))
         return groups
     finally:
@@ -108,7 +108,7 @@ async def test_a_line_that_cannot_be_used_is_named_and_the_rest_is_taken(journal
     assert number in groups.journal.set_aside
     assert f"{JOURNAL}, line {number + 1} is set aside" in caplog.text
     accepted = {"ended", "cancelled", "open"} - ({"open"} if number == 3 else set())
-    assert groups._accepted.keys() == accepted | {"after"}
+    assert groups.book.accepted.keys() == accepted | {"after"}
 
 
 @pytest.mark.parametrize("line", [b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"kind": 1e999}', b""])

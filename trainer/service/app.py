@@ -1,15 +1,16 @@
 """The HTTP interface of a service: FastAPI's routes, the token, limits, and errors as JSON.
 
-An error is `{"error": MESSAGE}`; the message names the field and the fix. Every route needs the token, but /health and
-the pages of the interface: /docs and /openapi.json. /view/?token=TOKEN shows the run in the browser. The token is asked
-for at a request's headers, before its body is read.
+An error is `{"error": MESSAGE}`; the message names the field and the fix. Every route needs the
+token, but /health and the pages of the interface: /docs and /openapi.json. /view/?token=TOKEN shows
+the run in the browser. The token is asked for at a request's headers, before its body is read.
 """
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Query, Request, Response
@@ -23,12 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rolltap.addons.errors import EngineError, InputError, RolltapError
 from rolltap.addons.store.records import json_text
+from rolltap.trainer.names import some
 from rolltap.trainer.runs.exports.messages import session_conversations
-from rolltap.trainer.service.groups import Groups, Health, QueueFullError
+from rolltap.trainer.service.groups import Groups, QueueFullError
 from rolltap.trainer.service.metrics import Metrics
+from rolltap.trainer.service.recording import Health
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest
 from rolltap.trainer.service.stream import EventStream
-from rolltap.trainer.service.tasks import ConflictError
+from rolltap.trainer.service.tasks import ConflictError, NotRecordedError
 from rolltap.trainer.tasks.task import JUDGE_KINDS
 from rolltap.trainer.toml import describe_faults
 from rolltap.trainer.traces.build import Strategy
@@ -46,8 +49,18 @@ BODY_SECONDS = 60.0
 _OPEN = ("/health", "/docs", "/openapi.json")
 """Paths that need no token."""
 MOST_TOKENS = 200_000
-"""Most sampled tokens of a group whose traces or messages are returned. Larger ones are read from the run folder."""
-_STATUS = {ConflictError: 409, QueueFullError: 429, InputError: 422, EngineError: 502, OSError: 507, RolltapError: 500}
+"""Most sampled tokens of a group whose traces or messages are returned. Larger ones are read from
+the run folder."""
+_EVENTS = "text/event-stream"
+_STATUS = {
+    NotRecordedError: 404,
+    ConflictError: 409,
+    QueueFullError: 429,
+    InputError: 422,
+    EngineError: 502,
+    OSError: 507,
+    RolltapError: 500,
+}
 
 
 def make_app(groups: Groups, token: str) -> FastAPI:
@@ -61,32 +74,42 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     metrics = Metrics(groups)
     stream = EventStream(groups.journal)
-    secured: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]}  # for /docs: `Door` refuses
+    # for /docs: `Door` refuses
+    secured: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]}
     asking: asyncio.Task[Health] | None = None
 
-    def found(name: str) -> GroupView:
-        try:
-            return groups.view(name)
-        except KeyError:
-            raise HTTPException(404, f"there is no group {name[:100]!r} in {groups.path}: submit it first") from None
+    def require(name: str) -> None:
+        """Raise `HTTPException` for a group that is not there."""
+        if name not in groups.book.accepted:
+            what = f"there is no group {name[:100]!r} in {groups.path}"
+            raise HTTPException(404, f"{what}: submit it first")
 
-    def small(name: str) -> list[str]:
-        """Return the sessions of a group that has ended and is small enough for JSON."""
-        view = found(name)
+    def small(name: str) -> tuple[Path, list[str]]:
+        """Return the run folder and the sessions of a group, for JSON.
+
+        Raises `HTTPException` for one that has not ended or is too large.
+        """
+        require(name)
+        view = groups.view(name)
         if view.sampled is None:
-            raise HTTPException(409, f"the group {name!r} has not ended: wait for its event 'ended'")
+            what = f"the group {name!r} has not ended"
+            raise HTTPException(409, f"{what}: wait for its event 'ended'")
         if view.sampled > MOST_TOKENS:
-            raise HTTPException(413, f"the group {name!r} has {view.sampled} sampled tokens: read the run {view.run}")
-        return [session.session_id for session in view.sessions]
+            what = f"the group {name!r} has {view.sampled} sampled tokens"
+            raise HTTPException(413, f"{what}: read the run {view.run}")
+        return Path(view.run), [session.session_id for session in view.sessions]
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Say whether sessions can run, and else why not; `warnings` is what is wrong beside that."""
+        """Say whether sessions can run, and else why not; `warnings` is what else is wrong."""
         nonlocal asking
-        if asking is None or asking.done():  # anybody may ask, so the engines are asked once for all
-            asking = asyncio.create_task(asyncio.to_thread(groups.health))
+        if asking is None or asking.done():  # anybody may ask: the engines are asked once for all
+            asking = asyncio.create_task(asyncio.to_thread(groups.recorded.health))
         found = await asyncio.shield(asking)
-        return JSONResponse({"ok": not found.problems, **asdict(found)}, 503 if found.problems else 200)
+        status = 200
+        if found.problems:
+            status = 503
+        return JSONResponse({"ok": status == 200, **asdict(found)}, status)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
@@ -113,40 +136,62 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     async def submit(request: GroupRequest, response: Response) -> GroupView:
         """Accept a group of sessions. Status 200 for a request that was accepted before."""
         view, new = await groups.submit(request)
-        response.status_code = 201 if new else 200
+        if not new:
+            response.status_code = 200
         return view
 
     @app.get("/groups/{name}", **secured)
     async def group(name: str, wait: float = Query(0.0, ge=0.0, le=WAIT_SECONDS)) -> GroupView:
-        """Return a group and its sessions that have ended. With `wait`, when it has ended or after these seconds."""
-        found(name)
+        """Return a group and its sessions that have ended.
+
+        With `wait`, when it has ended or after these seconds.
+        """
+        require(name)
         return await groups.wait(name, wait)
 
     @app.delete("/groups/{name}", **secured)
     async def cancel(name: str) -> GroupView:
         """Cancel a group. Sessions that run are stopped; one that has ended stays as it is."""
-        found(name)
+        require(name)
         return await groups.cancel(name)
+
+    @app.delete("/groups/{name}/sessions/{session}", **secured)
+    async def cancel_session(name: str, session: str) -> GroupView:
+        """Cancel one session of a group, and its retries. One that has ended stays as it is."""
+        require(name)
+        try:
+            return await groups.cancel_session(name, session)
+        except KeyError:
+            what = f"the group {name!r} has no session {session[:100]!r}"
+            known = some(groups.view(name).session_ids)
+            raise HTTPException(404, f"{what}: its sessions are {known}") from None
 
     @app.get("/groups/{name}/traces", **secured)
     async def traces(name: str, strategy: Strategy = "prefix_merging") -> Response:
         """Return the traces of a small group that has ended, and the ledger of its tokens."""
-        batch = await asyncio.to_thread(load_batch, groups.path, small(name), TraceOptions(strategy))
-        found = {"traces": [asdict(trace) for trace in batch.traces], "ledger": asdict(batch.ledger)}
-        return Response(json_text(found), media_type="application/json")
+        run, sessions = small(name)
+        batch = await asyncio.to_thread(load_batch, run, sessions, TraceOptions(strategy))
+        answer = {
+            "traces": [asdict(trace) for trace in batch.traces],
+            "ledger": asdict(batch.ledger),
+        }
+        return Response(json_text(answer), media_type="application/json")
 
     @app.get("/groups/{name}/messages", **secured)
     async def messages(name: str) -> Response:
-        """Return the conversations of a small group that has ended, as the export `messages` has them."""
+        """Return the conversations of a small group that has ended.
 
-        def read() -> str:
-            sessions = iter_sessions(groups.path, small(name))
-            return json_text([line for recorded in sessions for line in session_conversations(recorded)[0]])
-
-        return Response(await asyncio.to_thread(read), media_type="application/json")
+        They are those of the export `messages`.
+        """
+        run, sessions = small(name)
+        text = await asyncio.to_thread(_conversations, run, sessions)
+        return Response(text, media_type="application/json")
 
     @app.get("/events", **secured)
-    async def events(after: str | None = None, last_event_id: str | None = Header(None)) -> StreamingResponse:
+    async def events(
+        after: str | None = None,
+        last_event_id: str | None = Header(None),
+    ) -> StreamingResponse:
         """Stream the events after a cursor, which is the id of an event, and those to come."""
         place = groups.journal.place(last_event_id or after)
         return StreamingResponse(stream.follow(place), media_type=_EVENTS)
@@ -158,7 +203,10 @@ def make_app(groups: Groups, token: str) -> FastAPI:
 
     @app.post("/policy", **secured)
     async def publish(request: PolicyRequest) -> dict[str, Any]:
-        """Name the weights that the engines have now: sessions begin with them, and tokens are named by them."""
+        """Name the weights that the engines have now.
+
+        Sessions begin with them, and tokens are named by them.
+        """
         return asdict(await groups.publish(request))
 
     @app.get("/metrics", **secured)
@@ -170,27 +218,40 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     return app
 
 
-_EVENTS = "text/event-stream"
+def _conversations(run: Path, sessions: Sequence[str]) -> str:
+    lines = []
+    for recorded in iter_sessions(run, sessions):
+        lines += session_conversations(recorded)[0]
+    return json_text(lines)
 
 
 def _listed(app: FastAPI) -> str:
     """Return a page with the routes."""
-    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-    lines = [
-        f"<dt><code>{'/'.join(sorted(route.methods or ()))} {escape(route.path)}</code><dd>{escape(route.description)}"
-        for route in routes
-    ]
+    lines = []
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            methods = "/".join(sorted(route.methods or ()))
+            name = f"{methods} {escape(route.path)}"
+            lines.append(f"<dt><code>{name}</code><dd>{escape(route.description)}")
+    title = "<!doctype html><title>rolltap</title><h1>rolltap service</h1>"
     about = "<p>The fields of bodies and answers are in <a href='openapi.json'>openapi.json</a>."
-    return f"<!doctype html><title>rolltap</title><h1>rolltap service</h1>{about}<dl>{''.join(lines)}</dl>"
+    return f"{title}{about}<dl>{''.join(lines)}</dl>"
 
 
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def _error(
+    status: int,
+    message: str,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
     text = message.encode(errors="backslashreplace").decode()
     return JSONResponse({"error": text}, status, headers)
 
 
 def _as_json(status: int) -> Callable[[Request, Exception], JSONResponse]:
-    return lambda _, error: _error(status, str(error))
+    def answer(_: Request, error: Exception) -> JSONResponse:
+        return _error(status, str(error))
+
+    return answer
 
 
 def _refused(_: Request, error: Exception) -> JSONResponse:
@@ -200,18 +261,22 @@ def _refused(_: Request, error: Exception) -> JSONResponse:
 
 def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    faults: list[Mapping[str, Any]] = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+    faults: list[Mapping[str, Any]] = []
+    for fault in error.errors():
+        faults.append({**fault, "loc": fault["loc"][1:]})
     return _error(422, describe_faults(faults, {"judge": JUDGE_KINDS}))
 
 
 class Door:
-    """ASGI middleware: refuses a request without the token at its headers, and a body that is too large or too slow.
+    """ASGI middleware: refuses a request without the token at its headers, and a body that is too
+    large or too slow.
 
     The connection of a refused request is closed, so that no more of its body is read.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+        self._app = app
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -223,24 +288,29 @@ class Door:
                 if scope["method"] == "POST":
                     receive = await _whole_body(receive)
         except HTTPException as error:
-            await _error(error.status_code, error.detail, {"connection": "close"})(scope, receive, send)
+            refusal = _error(error.status_code, error.detail, {"connection": "close"})
+            await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _require_token(self, header: str | None) -> None:
         scheme, _, given = (header or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
-            what = "wrong" if given else "missing"
-            raise HTTPException(
-                401,
-                f"the token is {what}: send the header 'Authorization: Bearer TOKEN' with what the service's token "
-                "file has",
-            )
+        given = given.strip()
+        is_right = hmac.compare_digest(given.encode(), self._token.encode())
+        if is_right and scheme.lower() == "bearer":
+            return
+        what = "missing"
+        if given:
+            what = "wrong"
+        fix = "send the header 'Authorization: Bearer TOKEN' with what the service's token file has"
+        raise HTTPException(401, f"the token is {what}: {fix}")
 
 
 async def _whole_body(receive: Receive) -> Receive:
     """Read a body. Return what gives it again. Raises `HTTPException`."""
-    size, chunks, is_whole = 0, list[Message](), False
+    size = 0
+    chunks: list[Message] = []
+    is_whole = False
     try:
         async with asyncio.timeout(BODY_SECONDS):
             while not is_whole:
@@ -249,12 +319,15 @@ async def _whole_body(receive: Receive) -> Receive:
                 size += len(message.get("body", b""))
                 is_whole = size > BODY_BYTES or not message.get("more_body", False)
     except TimeoutError:
-        raise HTTPException(408, f"the body was not complete after {BODY_SECONDS:g} s: send it again") from None
+        what = f"the body was not complete after {BODY_SECONDS:g} s"
+        raise HTTPException(408, f"{what}: send it again") from None
     if size > BODY_BYTES:
-        what = f"the body has more than {BODY_BYTES:,} bytes: load large tasks with --tasks, and send their ids"
-        raise HTTPException(413, what)
+        what = f"the body has more than {BODY_BYTES:,} bytes"
+        raise HTTPException(413, f"{what}: load large tasks with --tasks, and send their ids")
 
     async def next_message() -> Message:
-        return chunks.pop(0) if chunks else await receive()
+        if chunks:
+            return chunks.pop(0)
+        return await receive()
 
     return next_message

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -67,7 +67,7 @@ class Journal:
             if not self._ends:
                 self._write({"journal": secrets.token_hex(4)})
             try:
-                self.name = str(json.loads(next(self._lines(0, 1)))["journal"])
+                self.name = str(json.loads(next(self._lines([0])))["journal"])
                 if not re.fullmatch(_NAME, self.name):
                     raise ValueError(f"its name is {self.name[:80]!r}")
             except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -85,21 +85,26 @@ class Journal:
         self._grown = asyncio.Event()
         return number
 
-    def read(self, after: int = 0, most: int | None = None) -> Iterator[tuple[int, Event]]:
-        """Yield number and event of those after a number, of at most `most` lines. Sets damaged lines aside."""
-        stop = len(self) if most is None else min(len(self), after + most)
-        for number, line in enumerate(self._lines(after + 1, stop + 1), after + 1):
-            if number in self.set_aside:
-                continue
-            try:
-                event: Event = json.loads(line)
-                require_plain(event)
-                if not isinstance(event, dict):
-                    raise ValueError("it is no object")
-            except (ValueError, RecursionError) as error:
-                self.put_aside(number, f"it is damaged: {error}")
-            else:
+    def read(self) -> Iterator[tuple[int, Event]]:
+        """Yield number and event of each line. Sets damaged lines aside."""
+        for number, line in enumerate(self._lines(range(1, len(self) + 1)), 1):
+            event = self._parse(number, line)
+            if event is not None:
                 yield number, event
+
+    def _parse(self, number: int, line: bytes) -> Event | None:
+        """Return the event of a line. A damaged one is set aside."""
+        if number in self.set_aside:
+            return None
+        try:
+            event: Event = json.loads(line)
+            require_plain(event)
+            if not isinstance(event, dict):
+                raise ValueError("it is no object")
+        except (ValueError, RecursionError) as error:
+            self.put_aside(number, f"it is damaged: {error}")
+            return None
+        return event
 
     def put_aside(self, number: int, why: str) -> None:
         """Set the line of an event aside, and say so."""
@@ -109,9 +114,17 @@ class Journal:
 
     def get(self, number: int) -> Event:
         """Return the event with a number. Raises `RunError` for a line that is set aside."""
-        for _, event in self.read(number - 1, 1):
-            return event
-        raise RunError(self._named(number))
+        return self.get_all([number])[0]
+
+    def get_all(self, numbers: Sequence[int]) -> list[Event]:
+        """Return the events with these numbers. Raises as `get`."""
+        events = []
+        for number, line in zip(numbers, self._lines(numbers), strict=True):
+            event = self._parse(number, line)
+            if event is None:
+                raise RunError(self._named(number))
+            events.append(event)
+        return events
 
     def _named(self, number: int) -> str:
         return f"{self._path}, line {number + 1} is set aside: {self.set_aside[number]}"
@@ -165,12 +178,15 @@ class Journal:
         self._ends.append(end + len(text))
         return len(self)
 
-    def _lines(self, first: int, stop: int) -> Iterator[bytes]:
-        if first >= stop:
-            return
+    def _lines(self, numbers: Iterable[int]) -> Iterator[bytes]:
+        """Yield the lines of events. Number 0 is the first line, which names the journal."""
         with self._path.open("rb") as file:
-            file.seek(self._ends[first - 1] if first else 0)
-            for _ in range(first, stop):
+            for number in numbers:
+                start = 0
+                if number:
+                    start = self._ends[number - 1]
+                if file.tell() != start:
+                    file.seek(start)
                 yield file.readline()
 
 

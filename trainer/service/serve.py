@@ -69,7 +69,7 @@ async def serve(
     fitting = await worker.build(fitting)
     with listen(host, port) as listening:
         groups = Groups(worker, fitting, most=queue, share=evaluation_share, hosts=allow_host)
-        groups.say = say
+        groups.recorded.say = say
         try:
             await groups.load()
             config = uvicorn.Config(
@@ -85,7 +85,7 @@ async def serve(
             )
             config.timeout_graceful_shutdown = 1  # streams of events do not end by themselves
             server = uvicorn.Server(config)
-            running = asyncio.create_task(groups.run())
+            running = asyncio.create_task(groups.recorded.run())
             running.add_done_callback(lambda _: setattr(server, "should_exit", True))
             try:
                 url = f"http://{host}:{listening.getsockname()[1]}"

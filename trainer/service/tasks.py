@@ -2,19 +2,22 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.hosts import read_all_patterns, read_patterns
+from rolltap.addons.options import RecordedFrom
+from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.judges.check import check_judges
 from rolltap.trainer.judges.protected import judges_of
 from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.check import fit_tasks
 from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.service.requests import GroupRequest
+from rolltap.trainer.service.requests import ForkRequest, GroupRequest
 from rolltap.trainer.tasks.task import CommandJudge, LLMJudge, PytestJudge, PythonJudge, Task
+from rolltap.trainer.traces.reader import SessionRows
 
 _IMAGE = re.compile(
     r"(?:(?P<host>localhost|[\w-]+(?:\.[\w-]+)+(?::\d+)?|[\w-]+:\d+)/)?"
@@ -45,6 +48,31 @@ def requested_task(request: GroupRequest, tasks: Mapping[str, Task], worker: Wor
     [fitting] = fit_tasks([task], worker.runtime, worker.harness)
     check_judges([fitting], worker.recorder.engine)
     return fitting
+
+
+class NotRecordedError(InputError):
+    """A session that a request names is not there."""
+
+
+def requested_fork(fork: ForkRequest, task: Task, rows: SessionRows, run: Path) -> RecordedFrom:
+    """Return the recorded session that a request forks, up to its call.
+
+    `rows` are those of the run folder `run`. Raises `NotRecordedError` for a session that is not there, `InputError`
+    for one of another task and a call that it does not have; and `RunError` and `OSError`.
+    """
+    where = f"'fork.session' is {fork.session!r}"
+    ended: list[tuple[str]] = []
+    if (run / RUN_FILE).exists():
+        ended = rows.of("sessions", fork.session, ("task_id",))
+    if not ended:
+        raise NotRecordedError(f"{where}, and no such session of {run} has ended: name one of it")
+    [of_task] = ended[-1]
+    if of_task != task.id:
+        raise InputError(f"{where}, a session of the task {of_task!r}: fork it with this 'task', not {task.id!r}")
+    for call, started in rows.of("calls", fork.session, ("call_id", "started_at")):
+        if call == fork.call:
+            return RecordedFrom(run.absolute(), fork.session, started)
+    raise InputError(f"'fork.call' is {fork.call!r}, which is no call of the session {fork.session!r}")
 
 
 def require_portable(task: Task, runtime: Runtime, hosts: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.evaluation import pass_rows, rewards_of
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
-from rolltap.trainer.service.remote import RemoteWorker
+from rolltap.trainer.service.node import ServiceWorker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import SessionTable
@@ -45,7 +45,7 @@ class Evaluations:
         self._begun: set[int] = set()
         """Steps whose evaluation this start has begun."""
 
-    def check(self, worker: Worker | RemoteWorker, tasks: Sequence[Task]) -> None:
+    def check(self, worker: Worker | ServiceWorker, tasks: Sequence[Task]) -> None:
         """Check the held-out tasks, and build their images. `worker` runs these `tasks` of the training too.
 
         Says which tasks are trained too. Raises as `Worker.fit`.

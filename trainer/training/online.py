@@ -29,7 +29,7 @@ from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.score import Teacher, score_run
-from rolltap.trainer.service.remote import RemoteWorker
+from rolltap.trainer.service.node import ServiceWorker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import SessionRows, load_sessions
@@ -117,14 +117,14 @@ class OnlineTraces(Source):
         require_rows(recipe, len(self._tasks), f"{recipe.tasks} has {len(self._tasks)} tasks")
         return {"task_id": list(self._tasks)}
 
-    def _make_worker(self, harness: str, engine: str) -> Worker | RemoteWorker:
+    def _make_worker(self, harness: str, engine: str) -> Worker | ServiceWorker:
         recipe = self._recipe
         options = recipe.recorder | {"rolltap_sampling": json.dumps(sampling(recipe))}
         if recipe.replays_routing:
             options["rolltap_routing"] = "true"
         how: dict[str, Any] = {"harness": harness, "engine": engine, "out": self._run}
         if recipe.service:
-            return RemoteWorker(recipe.service, options=options, **how)
+            return ServiceWorker(recipe.service, options=options, **how)
         recipe = recipe.model_copy(update={"recorder": options})
         return make_worker(recipe, model=recipe.model, publishes=True, **how)
 

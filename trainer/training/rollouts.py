@@ -23,7 +23,6 @@ from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runner import GroupRunner
-from rolltap.trainer.service.remote import RemoteSchedule
 from rolltap.trainer.training.steps import placed
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ class AsyncRollouts:
     def __init__(
         self,
         starts: Starts,
-        open_schedule: Callable[[Advance], GroupRunner | RemoteSchedule],
+        open_schedule: Callable[[Advance], GroupRunner],
         *,
         finished: Callable[[Group], Mapping[str, Session]],
     ) -> None:

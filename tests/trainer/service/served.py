@@ -25,6 +25,14 @@ with urllib.request.urlopen(request, timeout=120) as reply:
 open("answer.txt", "w").write(answer)
 """
 """A program that makes one model call, and writes the reply to answer.txt."""
+TWO_CALLS = f"""{HARNESS}
+said = dict(role="assistant", content=answer)
+ask["messages"] += [said, dict(role="user", content="And?")]
+request.data = json.dumps(ask).encode()
+with urllib.request.urlopen(request, timeout=120) as reply:
+    json.load(reply)
+"""
+"""A program that makes two model calls, the second one with the reply of the first."""
 GOOD = ["grep", "-q", "good", "answer.txt"]
 """The judge's command: the reward is 1 for a reply with the word `good`."""
 

@@ -8,6 +8,7 @@ import pytest
 
 import rolltap
 from rolltap.trainer.rollouts.resume import RERUN, attempt_of, place_of
+from rolltap.trainer.runs.views.training import EVALUATION
 from tests.trainer.rollouts.soak import processes
 from tests.trainer.service.bad_day import BadDay
 
@@ -44,8 +45,20 @@ def day(request, tokenizer, tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(day):
-    return rolltap.open_run(day.service.run)
+def runs(day):
+    """Return the run of the service, and that of its evaluations if there was one."""
+    folders = [day.service.run, day.service.run / EVALUATION]
+    return [rolltap.open_run(folder) for folder in folders if folder.is_dir()]
+
+
+@pytest.fixture(scope="module")
+def sessions(runs):
+    return [session for run in runs for session in run.sessions()]
+
+
+@pytest.fixture(scope="module")
+def calls(runs):
+    return {name: calls for run in runs for name, calls in run.calls.items()}
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +87,12 @@ def test_each_group_was_accepted_once_and_ended_once_after_its_sessions(day, end
     assert {end["id"]: end["state"] for end in ends} == {**dict.fromkeys(day.groups, "ended"), **others}
 
 
-def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day, run, ends):
+def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day, sessions, ends):
     told = Counter(data["session_id"] for _, kind, data in day.seen if kind == "session")
-    assert told == Counter(session.session_id for session in run.sessions())
+    assert told == Counter(session.session_id for session in sessions)
     assert told == Counter(name for end in ends for name in end["session_ids"])
     attempts = {}
-    for session in sorted(run.sessions(), key=lambda session: attempt_of(session.session_id)):
+    for session in sorted(sessions, key=lambda session: attempt_of(session.session_id)):
         attempts.setdefault(place_of(session.session_id), []).append(session.status)
     for end in ends:
         for number in range(day.groups[end["id"]]["sessions"]) if end["state"] == "ended" else ():
@@ -88,11 +101,11 @@ def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day,
             assert last not in RERUN
 
 
-def test_every_reward_is_the_judges(day, run, ends, tokenizer):
+def test_every_reward_is_the_judges(sessions, calls, ends, tokenizer):
     rewards = {}
-    for session in run.sessions():
+    for session in sessions:
         if session.status == "completed":
-            said = tokenizer.decode(run.calls[session.session_id][-1].completion_ids)
+            said = tokenizer.decode(calls[session.session_id][-1].completion_ids)
             assert session.reward == float("good" in said)
         if session.reward is not None:
             assert session.status not in RERUN
@@ -100,12 +113,21 @@ def test_every_reward_is_the_judges(day, run, ends, tokenizer):
     assert rewards == {name: reward for end in ends for name, reward in end["rewards"].items()}
 
 
-def test_the_ledger_is_the_sum_of_the_groups_and_the_run_is_sound(run, ends):
-    ledger = run.ledger()
-    assert ledger.sampled == sum(len(call.completion_ids) for calls in run.calls.values() for call in calls) > 0
-    assert ledger.sampled == ledger.trained + sum(ledger.left_out.values()) == sum(end["sampled"] for end in ends)
-    assert ledger.left_out == sum((Counter(end["left_out"]) for end in ends), Counter())
-    assert run.verify(progress=False).sound
+def test_the_ledger_is_the_sum_of_the_groups_and_the_runs_are_sound(runs, calls, ends):
+    sampled = sum(len(call.completion_ids) for each in calls.values() for call in each)
+    ledgers = [run.ledger() for run in runs]
+    assert sum(ledger.sampled for ledger in ledgers) == sampled > 0
+    assert sampled == sum(end["sampled"] for end in ends)
+    left_out = Counter()
+    for ledger in ledgers:
+        left_out.update(ledger.left_out)
+        assert ledger.sampled == ledger.trained + sum(ledger.left_out.values())
+    told = Counter()
+    for end in ends:
+        told.update(end["left_out"])
+    assert left_out == told
+    for run in runs:
+        assert run.verify(progress=False).sound
 
 
 def test_no_process_and_no_workspace_is_left(day):

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import httpx
@@ -84,6 +85,26 @@ def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(tokenize
         with ScriptedEngine(tokenizer, port=int(engine.url.rpartition(":")[2])) as again:
             again.otherwise = lambda request: Say("good.")
             assert service.events_of("after")[-1][2]["state"] == "ended"
+
+
+def test_deadlines_and_cancels_act_while_no_engine_answers(tokenizer, tokenizer_folder, tmp_path):
+    with ExitStack() as stack:
+        with ScriptedEngine(tokenizer) as engine:
+            arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path)
+            service = stack.enter_context(serving(*arguments))
+            while service.client.get("/health").json()["problems"]:
+                pass
+        recorders = [pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name]
+        os.kill(recorders[0], signal.SIGKILL)
+        service.submit(id="notices", sessions=1)
+        while "does not answer" not in str(service.client.get("/health").json()["problems"]):
+            pass
+        deadline = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
+        service.submit(id="late", deadline=deadline)
+        service.submit(id="cancelled")
+        service.client.delete("/groups/cancelled")
+        ends = {name: service.events_of(name)[-1][2]["state"] for name in ("late", "cancelled")}
+        assert ends == {"late": "expired", "cancelled": "cancelled"}
 
 
 def test_it_starts_without_one_engine_of_several_names_it_and_takes_it_up(
@@ -216,7 +237,7 @@ async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
     result, slow_disk = asyncio.get_running_loop().create_future(), threading.Event()
     result.set_result([])
     groups.journal._thread.submit(slow_disk.wait)
-    ending = asyncio.create_task(groups._end("a", result))
+    ending = asyncio.create_task(groups.recorded._end("a", result))
     for _ in range(9):  # turns of the loop: its event waits for the disk
         await asyncio.sleep(0)
     cancelling = asyncio.create_task(groups.cancel("a"))

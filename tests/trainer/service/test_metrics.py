@@ -12,7 +12,9 @@ from rolltap.trainer.traces.ledger import Ledger
 
 @pytest.mark.parametrize(("version", "age"), [("second", 0), ("first", 1), ("default", 2), (None, 2)])
 def test_a_session_is_as_old_as_policies_were_published_since_its_own(version, age):
-    metrics = Metrics(SimpleNamespace(policies={"first": 0, "second": 1}))
+    metrics = Metrics(
+        SimpleNamespace(book=SimpleNamespace(policies={"first": 0, "second": 1}), recorded=SimpleNamespace())
+    )
     metrics.observe(Session(session_id="s", status="completed", policy_version=version), 0.0, Ledger())
     assert metrics._age.collect()[0].samples[-2].value == age
 
@@ -21,10 +23,10 @@ class Groups:
     """Groups that tell in which thread they are read."""
 
     def __init__(self):
-        self.schedule = None
+        self.runner = None
         self.policies = {"first": 0}
         self.threads = {}
-        self.engines = self.worker = self.recorder = self
+        self.book = self.recorded = self.engines = self.worker = self.recorder = self
 
     def waiting(self):
         self.threads["the queue"] = threading.get_ident()

@@ -1,0 +1,142 @@
+"""Groups that evaluate, groups of forks, and sessions that are cancelled alone."""
+
+import json
+
+import pytest
+
+import rolltap
+from rolltap.trainer.runs.views.training import EVALUATION
+from tests.scripted_engine import Say, ScriptedEngine
+from tests.trainer.service.served import GOOD, TWO_CALLS, hold, program, serving
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda request: Say("good.")
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def service(engine, tokenizer_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kinds")
+    harness = program(folder, TWO_CALLS)
+    tasks = [{"id": name, "instruction": "go", "evaluate": GOOD} for name in ("words", "others")]
+    with serving(folder / "run", engine.url, tokenizer_folder, harness, tasks=tasks) as service:
+        yield service
+
+
+def test_an_evaluation_is_recorded_in_a_run_of_its_own_and_its_view_says_so(service):
+    service.submit(id="trained", sessions=1)
+    service.submit(id="held-out", sessions=2, evaluation=True)
+    service.events_of("trained")
+    service.events_of("held-out")
+    view = service.client.get("/groups/held-out").json()
+    assert view["run"] == str(service.run / EVALUATION)
+    assert {each["reward"] for each in view["sessions"]} == {1.0}
+    evaluation = rolltap.open_run(view["run"])
+    assert {session.session_id for session in evaluation.sessions()} == {*view["session_ids"]}
+    assert view["sampled"] == evaluation.ledger().sampled > 0
+    assert {(service.run / EVALUATION / name).is_file() for name in view["shards"]["calls"]} == {True}
+    trained = {session.session_id for session in rolltap.open_run(service.run).sessions()}
+    assert "trained-0" in trained
+    assert not trained & {*view["session_ids"]}
+    (traces, messages) = (service.client.get(f"/groups/held-out/{what}") for what in ("traces", "messages"))
+    assert {trace["session_id"] for trace in traces.json()["traces"]} == {*view["session_ids"]}
+    assert len(messages.json()) == 2
+
+
+def test_an_evaluation_goes_on_after_a_kill(service, engine):
+    hold(engine)
+    service.submit(id="cut", sessions=1, evaluation=True)
+    engine.holding.wait()
+    service.kill()
+    engine.release()
+    service.start()
+    events = service.events_of("cut")
+    outcomes = {data["session_id"]: data["status"] for _, kind, data in events if kind == "session"}
+    assert outcomes == {"cut-0": "cancelled", "cut-0~1": "completed"}
+    rows = {each.session_id: each.status for each in rolltap.open_run(service.run / EVALUATION).sessions()}
+    assert outcomes.items() <= rows.items()
+
+
+def test_an_evaluation_begins_with_the_published_weights(service, engine):
+    engine.weight_version = "7"
+    engine.otherwise = lambda request: Say("good.", weight_version="7")
+    assert service.client.post("/policy", json={"version": "7"}).status_code == 200
+    service.submit(id="newest", sessions=1, evaluation=True)
+    service.events_of("newest")
+    (session,) = service.client.get("/groups/newest").json()["sessions"]
+    assert session["policy_version"] == "7"
+    policy = json.loads((service.run / EVALUATION / "policy.json").read_text())
+    assert policy["version"] == "7"
+
+
+def calls_of(service, session):
+    calls = rolltap.open_run(service.run).calls[session]
+    return sorted(calls, key=lambda call: call.started_at)
+
+
+def test_sessions_fork_a_recorded_one_at_a_call(service, engine):
+    service.submit(id="source", sessions=1)
+    service.events_of("source")
+    first, second = calls_of(service, "source-0")
+    asked = len(engine.requests)
+    fork = {"session": "source-0", "call": second.call_id}
+    view = service.submit(id="forks", sessions=2, fork=fork).json()
+    service.events_of("forks")
+    assert len(engine.requests) == asked + 2  # the first call of each answers as it did
+    for session in view["session_ids"]:
+        (own,) = calls_of(service, session)
+        assert own.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    again = service.submit(id="forks", sessions=2, fork=fork)
+    assert (again.status_code, again.json()["state"]) == (200, "ended")
+    assert service.submit(id="forks", sessions=2).status_code == 409
+
+
+def test_what_cannot_be_forked_is_refused_by_its_field(service):
+    service.submit(id="known", sessions=1)
+    service.events_of("known")
+    (first, _) = calls_of(service, "known-0")
+    wrong = {
+        "there is none": ({"session": "none-0", "call": first.call_id}, "words", 404, "'fork.session'"),
+        "another task": ({"session": "known-0", "call": first.call_id}, "others", 422, "'fork.session'"),
+        "no call": ({"session": "known-0", "call": "none"}, "words", 422, "'fork.call'"),
+        "no field": ({"session": "known-0"}, "words", 422, "'fork.call' is missing"),
+    }
+    for fork, task, status, message in wrong.values():
+        answer = service.submit(task=task, sessions=1, fork=fork)
+        assert (answer.status_code, message in answer.json()["error"]) == (status, True), answer.json()
+
+
+def test_one_session_is_cancelled_and_the_others_of_its_group_go_on(service, engine):
+    hold(engine)
+    service.submit(id="one", sessions=["a"])
+    engine.holding.wait()
+    service.submit(id="two", sessions=["a", "b"])
+    path = "/groups/one/sessions/one-a"
+    answers = [service.client.delete(path).json()["state"] for _ in range(2)]
+    engine.release()
+    events = service.events_of("one")
+    assert [kind for _, kind, _ in events] == ["accepted", "cancelled", "session", "ended"]
+    assert (events[1][2]["session_id"], events[2][2]["status"]) == ("one-a", "cancelled")
+    assert (answers, events[-1][2]["state"]) == (["open"] * 2, "ended")
+    assert service.events_of("two")[-1][2]["rewards"] == {"two-a": 1.0, "two-b": 1.0}
+    assert service.client.delete(path).json()["state"] == "ended"
+    unknown = service.client.delete("/groups/one/sessions/one-b")
+    assert (unknown.status_code, "has no session 'one-b'" in unknown.json()["error"]) == (404, True)
+    assert service.client.delete("/groups/none/sessions/one-a").status_code == 404
+
+
+def test_a_session_that_was_cancelled_is_not_run_after_a_kill(service, engine):
+    hold(engine)
+    service.submit(id="killed", sessions=["a", "b"])
+    engine.holding.wait()
+    service.client.delete("/groups/killed/sessions/killed-a")
+    service.kill()
+    engine.release()
+    service.start()
+    events = service.events_of("killed")
+    attempts = [data["session_id"] for _, kind, data in events if kind == "session"]
+    assert "killed-a~1" not in attempts
+    assert "killed-b" in events[-1][2]["rewards"] or "killed-b~1" in events[-1][2]["rewards"]

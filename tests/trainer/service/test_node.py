@@ -1,0 +1,174 @@
+"""Groups of a training that a service runs."""
+
+import asyncio
+import json
+import re
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+import rolltap
+from rolltap.addons.options import RecordedFrom
+from rolltap.errors import InputError
+from rolltap.trainer.concurrency import run_blocking
+from rolltap.trainer.names import Version
+from rolltap.trainer.runs.views.training import EVALUATION
+from rolltap.trainer.service.node import ServiceWorker
+from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.training.steps import fork_group, placed, step_group
+from tests.scripted_engine import Say
+from tests.trainer.service.served import TWO_CALLS, program, serving
+
+OPTIONS = {"rolltap_sampling": json.dumps({"temperature": 0.5})}
+
+
+def worker_of(service, scripted, **other):
+    how = {"harness": str(service.run.parent / "harness.toml"), "engine": scripted.url, "out": service.run}
+    return ServiceWorker(service.url, **{**how, "options": OPTIONS, **other})
+
+
+@pytest.fixture(scope="module")
+def service(scripted, tokenizer_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("service")
+    harness = program(folder, TWO_CALLS)
+    with serving(folder / "run", scripted.url, tokenizer_folder, harness) as service:
+        yield service
+
+
+async def run(worker, group, told):
+    async with worker.runner(lambda *what: told.append(what[1:])) as runner:
+        return await (await runner.submit(group))
+
+
+@pytest.fixture
+def tasks(service):
+    return load_tasks(service.run.parent / "tasks.jsonl")
+
+
+def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, scripted, tasks):
+    worker = worker_of(service, scripted)
+    assert worker.fit(tasks) == tasks
+    told = []
+    group = step_group(Version("0a1b2c3d", 2, 0), 0, tasks[0], 2)
+    with worker:
+        sessions = run_blocking(run(worker, group, told))
+    assert {session.session_id: session.reward for session in sessions} == dict.fromkeys(group.session_ids, 1.0)
+    assert told[-1] == (2, 2)
+    assert {call["sampling_params"]["temperature"] for call in scripted.requests[-2:]} == {0.5}
+    asked = len(scripted.requests)
+    later = step_group(Version("0a1b2c3d", 2, 5), 0, tasks[0], 2)
+    again = run_blocking(run(worker, later, []))
+    assert {name: session.session_id for name, session in placed(later, again).items()} == dict(
+        zip(later.session_ids, group.session_ids, strict=True)
+    )
+    assert len(scripted.requests) == asked
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"out": "elsewhere"}, "has the run folder"),
+        ({"engine": "http://127.0.0.1:1"}, "has the engines"),
+        ({"harness": "pi"}, "has the harness small, and the training pi"),
+        ({"options": {**OPTIONS, "rolltap_routing": "true"}}, "has the options {'rolltap_routing': None}"),
+    ],
+)
+def test_a_service_that_does_something_else_is_refused(service, scripted, tasks, tmp_path, what, message):
+    if "out" in what:
+        (tmp_path / "service.token").write_text(service.token)
+        what = {"out": tmp_path}
+    with pytest.raises(InputError, match=re.escape(message)):
+        worker_of(service, scripted, **what).fit(tasks)
+
+
+def test_a_task_that_the_service_does_not_have_as_it_is_is_refused(service, scripted, tasks):
+    with pytest.raises(InputError, match="has not the task 'words' as it is: restart it"):
+        worker_of(service, scripted).fit([tasks[0].model_copy(update={"instruction": "other"})])
+
+
+def test_a_seed_of_the_service_would_bias_the_loss(service, scripted, tasks, monkeypatch):
+    worker = worker_of(service, scripted)
+    said = worker._client.service()
+    options = {**said["options"], "rolltap_sampling": '{"seed": 3, "top_p": 0.5}'}
+    monkeypatch.setattr(worker._client, "service", lambda: {**said, "options": options})
+    with pytest.raises(InputError, match="has the seed 3, and the training None"):
+        worker.fit(tasks)
+
+
+def hold_second(scripted):
+    """Let the second of the next calls wait for `scripted.release()`."""
+    scripted.loop.call_soon_threadsafe(scripted._released.clear)
+    scripted.holding.clear()
+    scripted.replies += [Say("good."), Say("good.", hold_after=1)]
+
+
+def test_an_evaluation_is_recorded_apart_with_its_own_sampling(service, scripted, tasks):
+    group = step_group(Version("0a1b2c3d", 3, 0), 0, tasks[0], 1, EVALUATION)
+    group = replace(group, evaluates=True, sampling={"top_p": 0.25})
+    worker = worker_of(service, scripted)
+    with worker:
+        (session,) = run_blocking(run(worker, group, []))
+    assert (session.session_id, session.reward) == (*group.session_ids, 1.0)
+    sampling = scripted.requests[-1]["sampling_params"]
+    assert (sampling["temperature"], sampling["top_p"]) == (0.5, 0.25)
+    evaluation = rolltap.open_run(service.run / EVALUATION)
+    assert [each.session_id for each in evaluation.sessions()] == [*group.session_ids]
+
+
+def test_forks_repeat_the_session_up_to_their_call(service, scripted, tasks):
+    worker = worker_of(service, scripted)
+    source = step_group(Version("0a1b2c3d", 4, 0), 0, tasks[0], 1)
+    with worker:
+        run_blocking(run(worker, source, []))
+        calls = rolltap.open_run(service.run).calls[source.session_ids[0]]
+        last = max(call.started_at for call in calls)
+        recorded = RecordedFrom(service.run, source.session_ids[0], last)
+        forks = fork_group(Version("0a1b2c3d", 4, 0), tasks[0], 2, recorded)
+        asked = len(scripted.requests)
+        sessions = run_blocking(run(worker, forks, []))
+    assert {session.session_id for session in sessions} == {*forks.session_ids}
+    assert len(scripted.requests) == asked + 2
+
+
+def test_a_session_whose_weights_are_too_old_is_stopped_there(service, scripted, tasks):
+    worker = worker_of(service, scripted)
+    group = step_group(Version("0a1b2c3d", 5, 0), 0, tasks[0], 1)
+
+    async def stop():
+        told = asyncio.Event()
+        async with worker.runner(lambda *_: told.set()) as runner:
+            result = await runner.submit(group)
+            await asyncio.to_thread(scripted.holding.wait)
+            while not runner.running_versions():
+                told.clear()
+                await told.wait()
+            runner.cancel_running(lambda version: version == "default", "too old")
+            return await result
+
+    hold_second(scripted)
+    with worker:
+        (session,) = run_blocking(stop())
+    scripted.release()
+    assert (session.session_id, session.status) == (*group.session_ids, "cancelled")
+
+
+def test_sessions_go_on_when_the_training_ends_and_the_next_start_gets_them(service, scripted, tasks):
+    worker = worker_of(service, scripted)
+    group = step_group(Version("0a1b2c3d", 6, 0), 0, tasks[0], 1)
+
+    async def leave():
+        async with worker.runner(lambda *_: None) as runner:
+            await runner.submit(group)
+            await asyncio.to_thread(scripted.holding.wait)
+            raise asyncio.CancelledError
+
+    hold_second(scripted)
+    with worker, suppress(asyncio.CancelledError):
+        run_blocking(leave())
+    view = service.client.get(f"/groups/{group.group_id}").json()
+    assert (view["state"], view["sessions"]) == ("open", [])
+    scripted.release()
+    with worker:
+        (session,) = run_blocking(run(worker, group, []))
+    assert (session.session_id, session.status) == (*group.session_ids, "completed")
