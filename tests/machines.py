@@ -1,6 +1,7 @@
-"""A machine behind ssh, for tests: a real sshd for each connection, which the client starts by `ProxyCommand`.
+"""A machine behind ssh, for tests: a real sshd for each connection, started by `ProxyCommand`.
 
-It needs no port, no rights and no network. The machine is this one, with a temporary folder of its own.
+It needs no port, no rights and no network. The machine is this one, with a temporary folder of its
+own.
 """
 
 import getpass

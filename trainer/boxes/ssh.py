@@ -1,17 +1,19 @@
 """The runtime `ssh`: boxes on a machine that this user reaches by ssh.
 
-OpenSSH's client connects, so that the user's own configuration, keys and jump hosts count. One process of it is the
-connection to the machine and starts there `boxes/agent`, whose files it brings along. The agent makes boxes as the
-runtimes of this machine do. The connection lasts as long as there are boxes:
+OpenSSH's client connects, so that the user's own configuration, keys and jump hosts count. One
+process of it is the connection to the machine and starts there `boxes/agent`, whose files it brings
+along. The agent makes boxes as the runtimes of this machine do. The connection lasts as long as
+there are boxes:
 
     connect      ssh HOST python3; the agent's files go over stdin
     forward      ssh -O forward -R: a port of the machine's loopback leads to the recorder here
     box          the workspace, the home and the mounts go there; one stream of the connection each
-    run          the command goes there; its output, its end, and what it changed in the workspace come back
+    run          the command goes there; its output, its end and its changes come back
     leave        the box and its folders are removed there
 
-When the connection breaks, everything ends on the machine. Sessions that had boxes there fail with `OSError`, and the
-next box has a new connection. Nothing that comes back is trusted: see `inside/archive.py`.
+When the connection breaks, everything ends on the machine. Sessions that had boxes there fail with
+`OSError`, and the next box has a new connection. Nothing that comes back is trusted: see
+`inside/archive.py`.
 """
 
 import asyncio
@@ -62,7 +64,8 @@ class Machine:
     """A machine, as OpenSSH's client reaches it.
 
     Attributes:
-        host: Name of the machine, with a user or without, as a configuration of ssh has it; or `ssh://USER@HOST:PORT`.
+        host: Name of the machine, with a user or without, as a configuration of ssh has it; or
+            `ssh://USER@HOST:PORT`.
         python: Program on that machine: a Python 3.11 or newer with psutil and pydantic.
         arguments: Further options of ssh(1).
     """
@@ -72,7 +75,7 @@ class Machine:
     arguments: tuple[str, ...] = ()
 
     def connect(self, control: Path, program: str) -> list[str]:
-        """Return the command that runs a program on the machine. `control` is the connection's socket.
+        """Return the command that runs a program on the machine. `control` is for its socket.
 
         Nobody is asked for a password, and the user's agent, screen and ports stay here.
         """
@@ -122,8 +125,8 @@ class Link:
         port, said = await asked.communicate()
         if asked.returncode or not port.strip().isdigit():
             raise OSError(
-                f"{self._machine.host} forwards no port to the recorder ({_text(said)}): its sshd needs "
-                "AllowTcpForwarding"
+                f"{self._machine.host} forwards no port to the recorder ({_text(said)}): "
+                "its sshd needs AllowTcpForwarding"
             )
         return f"127.0.0.1:{int(port)}"
 
@@ -132,7 +135,8 @@ class Link:
 async def linked(machine: Machine) -> AsyncIterator[Link]:
     """Connect to a machine and start the agent. Everything ends there with the block.
 
-    Raises `InputError` for a machine that cannot have boxes, and `OSError` for one that is not reached.
+    Raises `InputError` for a machine that cannot have boxes, and `OSError` for one that is not
+    reached.
     """
     with scratch_folder() as folder, (folder / "errors").open("w+b") as errors:
         control = folder / "ssh"
@@ -191,8 +195,9 @@ async def _why_not(
     if client.returncode in (None, _NOT_CONNECTED):
         return OSError(f"the machine {machine.host} is not reached by ssh: {said}")
     return InputError(
-        f"the machine {machine.host} cannot have boxes: {said}. Make an environment there (python3 -m venv boxes && "
-        "boxes/bin/pip install psutil pydantic), and name its Python with --ssh-python (ssh_python in a recipe)"
+        f"the machine {machine.host} cannot have boxes: {said}. Make an environment there "
+        "(python3 -m venv boxes && boxes/bin/pip install psutil pydantic), and name its Python "
+        "with --ssh-python (ssh_python in a recipe)"
     )
 
 
@@ -269,7 +274,7 @@ class SshBox:
         return ended
 
     async def settle(self) -> None:
-        """Do nothing: a program's end is the end of all that it left, before its changes come back."""
+        """Do nothing: what a program left has ended before its changes come back."""
 
 
 async def _receive_file(stream: Stream, file: IO[bytes], limit: int) -> bool:
@@ -344,7 +349,7 @@ class _Shared:
 
 
 class SshRuntime:
-    """Boxes on a machine. `settings` are those of the runtime there, as `make_runtime` takes them."""
+    """Boxes on a machine. `settings` are those of `make_runtime` for the runtime there."""
 
     name = "ssh"
     isolated = True
@@ -374,13 +379,13 @@ class SshRuntime:
         self._files += [file for file in files if file not in self._files]
 
     def image_digest(self, image: str) -> str:
-        """Return the digest of an image that the machine has, or pulls. Raises `InputError` and `OSError`."""
+        """Return the digest of an image that the machine has, or pulls. Raises as `box`."""
         digest: str = run_blocking(self._ask({"do": "digest", "image": image}))["digest"]
         return digest
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[SshBox]:
-        """Yield a box. Raises `OSError` and `InputError`, also when the machine has none to give."""
+        """Yield a box. Raises `OSError` and `InputError`, also those of the runtime there."""
         host = self._machine.host
         async with self._link() as link:
             try:
@@ -444,7 +449,7 @@ class SshImageRuntime(SshRuntime):
     """Boxes of images that the machine has."""
 
     def copy_out(self, image: str, workdir: str, dest: Path) -> None:
-        """Copy what a folder of an image holds: see `ImageRuntime.copy_out`. Raises `InputError` and `OSError`."""
+        """Copy what a folder of an image holds: see `ImageRuntime.copy_out`."""
         with tempfile.TemporaryFile() as file:
             run_blocking(self._ask({"do": "copy out", "image": image, "workdir": workdir}, file))
             size = file.tell()
@@ -455,7 +460,7 @@ class SshImageRuntime(SshRuntime):
 
 
 def _parts(spec: BoxSpec, files: Iterable[Path]) -> tuple[dict[str, Path], list[dict[str, Any]]]:
-    """Return what goes to the machine, by its name there, and the mounts with these names as their sources."""
+    """Return what goes to the machine by its name there, and the mounts of these names."""
     parts = {"workspace": spec.workspace, "home": spec.home}
     mounts = []
     for number, mount in enumerate([*spec.mounts, *(Mount(file, str(file)) for file in files)]):

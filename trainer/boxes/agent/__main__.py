@@ -1,10 +1,11 @@
-"""Has the boxes of one connection on a machine that is reached by ssh. `boxes/ssh.py` brings it there and starts it.
+"""Has the boxes of one connection on a machine behind ssh. `boxes/ssh.py` brings it there.
 
     python -m rolltap.trainer.boxes.agent FOLDER
 
-It makes boxes as a local rollout does, from folders below FOLDER that came over the connection (`inside/frames.py` on
-stdin and stdout). When the connection ends, so do all boxes and FOLDER, and then this process. If this process is
-killed, its boxes end by themselves; FOLDER, and what was in it, is removed by the next one of the same user.
+It makes boxes as a local rollout does, from folders below FOLDER that came over the connection
+(`inside/frames.py` on stdin and stdout). When the connection ends, so do all boxes and FOLDER, and
+then this process. If this process is killed, its boxes end by themselves; FOLDER, and what was in
+it, is removed by the next one of the same user.
 """
 
 import asyncio
@@ -232,7 +233,7 @@ def _read(log: Path, begin: int) -> bytes:
 
 @contextmanager
 def _accept(proxy: str, listener: socket.socket, *, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Pass on the connections at a socket to `proxy` (`HOST:PORT`). Entered in a thread, left in any one."""
+    """Pass on the connections at a socket to `proxy` (`HOST:PORT`). Entered in a thread."""
     relaying = asyncio.run_coroutine_threadsafe(_relay(listener.dup(), proxy), loop)
     try:
         yield
@@ -269,7 +270,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 def sweep(own: Path) -> None:
-    """Remove the folders of agents of this user that were killed. Each agent has a lock on its own."""
+    """Remove the folders of this user's agents that were killed: nobody has their locks."""
     for folder in own.parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()

@@ -1,8 +1,8 @@
 """Folders as tar streams, for boxes that are on another machine. With the standard library only.
 
-An archive that comes from such a machine may be hostile: every part of a path is opened relative to its folder and
-without following links, and only files, folders and links are written. The filters of `tarfile` are not enough for
-this (CVE-2025-4517).
+An archive that comes from such a machine may be hostile: every part of a path is opened relative to
+its folder and without following links, and only files, folders and links are written. The filters
+of `tarfile` are not enough for this (CVE-2025-4517).
 """
 
 import contextlib
@@ -25,8 +25,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = str | os.PathLike[str]
 
 Stamp = tuple[int, int, int, int]
-"""Inode, size, time of the last change of content or inode in ns, and mode: no program without rights can set that
-time."""
+"""Inode, size, ctime in ns, and mode. A program without rights cannot set a ctime."""
 
 
 class TooMuchError(Exception):
@@ -36,8 +35,8 @@ class TooMuchError(Exception):
 def pack(file: IO[bytes], parts: Mapping[str, _PATH]) -> None:
     """Write files and folders into a tar stream, each under its name, with all that is in it.
 
-    A link that is a part is followed, one in a part is not. What is no file, folder or link is left out. Raises
-    `OSError`.
+    A link that is a part is followed, one in a part is not. What is no file, folder or link is left
+    out. Raises `OSError`.
     """
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for name, source in parts.items():
@@ -49,7 +48,7 @@ def pack(file: IO[bytes], parts: Mapping[str, _PATH]) -> None:
 
 
 def stamps(folder: _PATH) -> dict[str, Stamp]:
-    """Return the stamps of all that is in a folder, by relative path. Raises `TooMuchError` and `OSError`."""
+    """Return the stamps of what is in a folder by path. Raises `TooMuchError` and `OSError`."""
     found: dict[str, Stamp] = {}
     for path in _walk(os.fspath(folder)):
         status = os.lstat(f"{folder}/{path}")
@@ -60,7 +59,7 @@ def stamps(folder: _PATH) -> dict[str, Stamp]:
 
 
 def pack_changes(file: IO[bytes], folder: _PATH, before: Mapping[str, Stamp], limit: int) -> list[str]:
-    """Write what was made or changed since `before` into a tar stream. Return the paths that are gone.
+    """Write what was made or changed since `before` into a tar stream. Return what is gone.
 
     Raises `TooMuchError` for more than `limit` bytes, and `OSError`.
     """
@@ -85,8 +84,9 @@ def pack_changes(file: IO[bytes], folder: _PATH, before: Mapping[str, Stamp], li
 def unpack(file: IO[bytes], folder: _PATH, limit: int) -> bool:
     """Write what is in a tar stream into a folder, in place of what is there.
 
-    Return False if something was left out: what comes after `limit` bytes, a path that leads out of the folder, what
-    is no file, folder or link, and what follows a damaged part. Raises `OSError` for a fault of this machine.
+    Return False if something was left out: what comes after `limit` bytes, a path that leads out of
+    the folder, what is no file, folder or link, and what follows a damaged part. Raises `OSError`
+    for a fault of this machine.
     """
     whole = True
     left = limit
@@ -129,7 +129,7 @@ def delete(folder: _PATH, paths: Iterable[str]) -> None:
 
 
 def write_pipe(path: _PATH, content: bytes, opened: int) -> None:
-    """Open a pipe for writing as often as it was opened elsewhere, and write what was written there.
+    """Open a pipe as often as it was opened elsewhere, and write what was written there.
 
     Waits until a reader has taken it. Raises `OSError`.
     """
@@ -183,7 +183,7 @@ def _add(tar: tarfile.TarFile, source: str, name: str) -> None:
 
 
 def _parts(path: str) -> list[str]:
-    """Return the names of a relative path; none for a path that may lead out of its folder, or has a NUL."""
+    """Return the names of a relative path; none if it may lead out of its folder, or has a NUL."""
     parts = path.rstrip("/").split("/")
     if "\0" in path or any(part in ("", ".", "..") for part in parts):
         return []
@@ -192,7 +192,7 @@ def _parts(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(root: int, parts: Iterable[str], *, create: bool = False) -> Iterator[int]:
-    """Yield a descriptor of a folder below `root`. With `create` it is made, in place of what is no folder."""
+    """Yield a folder below `root`. With `create` it is made, in place of what is no folder."""
     folder = os.dup(root)
     try:
         for part in parts:

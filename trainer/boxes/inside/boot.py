@@ -1,6 +1,7 @@
-"""Starts the agent of `boxes/ssh.py` on another machine. Its text and the agent's files come over stdin.
+"""Starts the agent of `boxes/ssh.py` on another machine. The agent's files come over stdin.
 
-For every Python 3, so that one that is too old can say so. stdin is not read further than the files go.
+For every Python 3, so that one that is too old can say so. stdin is not read further than the files
+go.
 """
 
 import io

@@ -1,8 +1,9 @@
 """Many conversations over one pair of pipes. With the standard library only.
 
-A frame is its stream's number, its kind, its length (big-endian, 4, 1 and 4 bytes) and its content. One side opens
-streams, the other side serves each of them in a task. To close a stream ends its task, and the answer says that the
-task has ended. Each side says that it is alive; one that is silent for too long is lost.
+A frame is its stream's number, its kind, its length (big-endian, 4, 1 and 4 bytes) and its content.
+One side opens streams, the other side serves each of them in a task. To close a stream ends its
+task, and the answer says that the task has ended. Each side says that it is alive; one that is
+silent for too long is lost.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ _MAX_BYTES = 256 << 20
 _QUEUED = 64
 """Most frames that wait for the reader of a stream. Then all streams wait for it."""
 
-Received = dict[str, Any] | bytes | None
-"""A message, bytes (none at the end of what is sent together), or None after the end of the stream."""
+Received = dict[str, Any] | bytes
+"""A message; or bytes, none at the end of what is sent together."""
 
 
 class LostError(ConnectionError):
