@@ -26,7 +26,7 @@ import json, os, sys, urllib.error, urllib.request
 def ask(proxy, url):
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({"http": proxy} if proxy else {}))
     try:
-        return opener.open(url, timeout=20).status
+        return opener.open(url, timeout=300).status
     except urllib.error.HTTPError as error:
         return error.code
     except OSError as error:
@@ -73,10 +73,12 @@ def judged(hosts, tmp_path, tokenizer, tokenizer_folder):
         with ScriptedEngine(tokenizer) as engine:
             engine.otherwise = lambda request: Say("Hi.")
             with Recorder(run, engine=engine.url, model=tokenizer_folder, options=options) as recorder:
-                context = context_of(recorder, tmp_path, script, runtime)
+                context = context_of(recorder, tmp_path, script, runtime, timeout=600)
                 await run_groups([Group(task, "g", ["g-0"])], context)
+        row = load_sessions(run)["g-0"]
+        assert row.reward is not None, row.error
         log = run / "logs" / "g-0.judge.log"
-        return load_sessions(run)["g-0"], json.loads(log.read_text()), list(read_rows(run, "events"))
+        return row, json.loads(log.read_text()), list(read_rows(run, "events"))
 
     return judged
 
