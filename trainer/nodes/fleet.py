@@ -83,6 +83,28 @@ class Fleet:
         self._resting: dict[str, float] = {}
         """Node that failed -> the time at which it is tried again."""
 
+    def add_tasks(self, tasks: Sequence[Task], found: Examined) -> None:
+        """Take tasks to run, beside earlier ones, and what the nodes found of them.
+
+        Of tasks with the same id the first counts, as on a node that examines all of them.
+        """
+        if self.tasks:
+            before = self.found
+            digests = found.digests | before.digests
+            keys = found.keys | before.keys
+            found = Examined([*before.tasks, *found.tasks], digests, keys, found.engines)
+        self.found = found
+        self.tasks = [*self.tasks, *tasks]
+
+    def update_tasks(self, found: Examined) -> None:
+        """Take what the nodes found of earlier tasks since these were built."""
+        before = self.found
+        self.found = replace(
+            before,
+            digests=before.digests | found.digests,
+            keys=before.keys | found.keys,
+        )
+
     async def open(self) -> None:
         """Start the actors of the nodes. Sessions that an earlier driver left get a row.
 

@@ -106,9 +106,12 @@ class FleetWorker(Worker):
         def arguments(node: str) -> tuple[Any, ...]:
             return node, setup, tasks, policy, build
 
-        self._fleet.found = require_alike(self._fleet.cluster.call_on_all(examine, arguments))
-        self._fleet.tasks = tasks
-        return self._fleet.found.tasks
+        found = require_alike(self._fleet.cluster.call_on_all(examine, arguments))
+        if build:
+            self._fleet.update_tasks(found)
+        else:
+            self._fleet.add_tasks(tasks, found)
+        return found.tasks
 
     def weights(self, say: Callable[[str], None]) -> str:
         """Tell `say` what the engines serve, as the nodes see them; `keys` has their weights."""
@@ -126,8 +129,8 @@ class FleetWorker(Worker):
         return self._fleet.found.digests
 
     def silent(self) -> Collection[str]:
-        """Return no engine: the nodes watch theirs."""
-        return ()
+        """Return the engines that did not answer nodes whose sessions failed a moment ago."""
+        return self._fleet.silent()
 
     def runner(
         self,
@@ -146,7 +149,7 @@ class FleetWorker(Worker):
             give_up_after=self.config.give_up_after,
             ended=ended,
             lost=lost,
-            silent=self._fleet.silent,
+            silent=self.silent,
         )
 
     @asynccontextmanager

@@ -6,8 +6,10 @@ import pytest
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.trainer.nodes import fleet as fleet_module
+from rolltap.trainer.nodes.facts import Examined
 from rolltap.trainer.nodes.fleet import deal
 from rolltap.trainer.rollouts.node import NodeLostError
+from rolltap.trainer.tasks.task import Task
 from tests.factories import write_run
 from tests.trainer.nodes.local import LocalSetup, ObjectLostError, Sessions, local_fleet, until
 
@@ -77,6 +79,18 @@ async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run, 
         await fleet.write("append", [], "a", 1, [])
     fleet._writer.error = None
     await fleet.close()
+
+
+def test_tasks_of_an_evaluation_are_taken_beside_those_of_the_training(run, monkeypatch):
+    trained, same, held_out = (Task(id=name, instruction="go", evaluate=["true"]) for name in "aab")
+    fleet = local_fleet(run, monkeypatch)
+    fleet.tasks = []
+    fleet.add_tasks([trained], Examined([trained], {"a": "1"}, {"a": {"task": "1"}}, ["an engine"]))
+    keys = {"a": {"task": "2"}, "b": {"task": "3"}}
+    fleet.add_tasks([same, held_out], Examined([same, held_out], {"a": "2", "b": "3"}, keys, ["an engine"]))
+    assert fleet.tasks == fleet.found.tasks == [trained, same, held_out]
+    assert fleet.found.digests == {"a": "1", "b": "3"}
+    assert fleet.found.keys == {"a": {"task": "1"}, "b": {"task": "3"}}
 
 
 def test_engines_are_dealt_to_the_nodes_that_each_group_has_one_prefix_cache():
