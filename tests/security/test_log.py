@@ -88,6 +88,7 @@ def test_a_client_that_does_not_trust_the_certificate_is_recorded(recorder, news
     assert any(detail.startswith("TLS failed") for _, detail in news())
 
 
+# the last one: after it the recorder lists no refusal without a session, and only counts them
 def test_bad_requests_without_end_are_counted(recorder, news):
     for _ in range(200):
         ask(recorder, b"\x00\r\n\r\n", read)
