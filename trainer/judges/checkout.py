@@ -221,7 +221,8 @@ async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
     if isinstance(spec, PytestJudge) or not spec.run:
         yield job
         return
-    without: dict[str, object] = {"tests": None, "mounts": {}, "writable": [], "reward_files": [], "allow": []}
+    without: dict[str, object] = {"tests": None, "mounts": {}, "writable": []}
+    without |= {"reward_files": [], "allow": []}
     alone = spec.model_copy(update=without)
     async with open_checkout(replace(job, name=f"{job.name}.run"), alone) as checkout:
         await checkout.run(spec.run, {} if isinstance(spec, PythonJudge) else spec.env, spec.timeout)
@@ -319,10 +320,11 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: se
 async def _way_to_hosts(
     job: JudgeJob, spec: OneJudge, session_id: str, box: BoxSpec
 ) -> AsyncIterator[tuple[BoxSpec, Proxy | None]]:
-    """Yield the box of a judge with the way to the hosts of its `allow`, and the recorder; without hosts, None.
+    """Yield the box of a judge with the way to the hosts of its `allow`, and the recorder; without
+    hosts, None.
 
-    Raises `InputError` for a judge with hosts where no recorder runs, `OSError`, and `RecorderError`: a verdict without
-    the hosts would not be the judge's.
+    Raises `InputError` for a judge with hosts where no recorder runs, `OSError`, and
+    `RecorderError`: a verdict without the hosts would not be the judge's.
     """
     allow = [] if isinstance(spec, PythonJudge) else spec.allow
     if not allow or (job.network is None and not job.runtime.isolated):
@@ -337,7 +339,8 @@ async def _way_to_hosts(
     try:
         certificates = proxy.mounts() if job.runtime.isolated else []
         accept = partial(job.network.accept, session_id)
-        yield replace(box, mounts=[*box.mounts, *certificates], proxy=proxy.address, accept=accept), proxy
+        mounts = [*box.mounts, *certificates]
+        yield replace(box, mounts=mounts, proxy=proxy.address, accept=accept), proxy
     finally:
         await run_to_end(job.network.close_judge, session_id)
 

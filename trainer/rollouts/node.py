@@ -26,8 +26,8 @@ class SessionAttempt:
         policy_version: Version of the weights of a session without a sampled token. None stands for the version that is
             published when the session begins.
         why_stopped: The error in the row of a session that is cancelled while it runs.
-        queued_seconds: Seconds for which the session waited for this node. retried_seconds: Seconds of
-            its earlier attempts, with the pauses and the waiting after each.
+        queued_seconds: Seconds for which the session waited for this node.
+        retried_seconds: Seconds of its earlier attempts, with the pauses and the waiting after each.
         row: The session's row. The node sets it before `run` returns or raises. A session that ended before it began
             to run has none.
     """

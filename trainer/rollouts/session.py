@@ -61,7 +61,10 @@ logger = logging.getLogger(__name__)
 
 _NEVER_STARTS = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Errors of a program that is missing, or is no program: another attempt would fail too."""
-_SPAN_ATTRIBUTES = ("session_id", "task_id", "group_id", "harness", "status", "reward", "policy_version", "runtime")
+_SPAN_ATTRIBUTES = (
+    *("session_id", "task_id", "group_id", "harness"),
+    *("status", "reward", "policy_version", "runtime"),
+)
 _NOT_RUN = (126, 127)
 """Exit statuses of a shell that cannot run a command."""
 _SHOWN = (

@@ -79,8 +79,8 @@ def require_portable(task: Task, runtime: Runtime, hosts: Collection[str]) -> No
     """Refuse a task of a request that would reach further than a box. Raises `InputError`, which names the field.
 
     The operator's `hosts`, `HOST` or `HOST:PORT`, are what a judge may ask and an image may come from: the service
-    sends these requests from its own network, and tells the client how they end. A session and its judge may reach no
-    other ones.
+    sends these requests from its own network, and tells the client how they end. A session and its
+    judge may reach no other ones.
     """
     where = f"task {task.id!r}: "
     if not runtime.isolated:

@@ -198,7 +198,8 @@ def fact_tables(
         row = asdict(session)
         facts = [(name, row[name]) for name in _FACTS if row[name]]
         if phases := phase_seconds(session):
-            facts.append(("phases", ", ".join(f"{name} {value:.1f} s" for name, value in phases.items())))
+            shown = [f"{name} {value:.1f} s" for name, value in phases.items()]
+            facts.append(("phases", ", ".join(shown)))
         facts += [(f"part {name}", f"{value:g}") for name, value in row["parts"].items()]
         if facts:
             yield make_table("session", ("", ""), facts)

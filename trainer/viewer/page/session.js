@@ -12,8 +12,9 @@ const took = (call) => duration(milliseconds(call.started_at, call.finished_at))
 
 /** Return how long a session was in each phase, as a text. */
 function phases(session) {
-  const known = PHASES.filter((phase) => session[`${phase}_seconds`] != null);
-  return known.map((phase) => `${phase} ${duration(1000 * session[`${phase}_seconds`])}`).join(", ");
+  const seconds = PHASES.map((phase) => [phase, session[`${phase}_seconds`]]);
+  const known = seconds.filter(([, value]) => value != null);
+  return known.map(([phase, value]) => `${phase} ${duration(1000 * value)}`).join(", ");
 }
 
 function tone(call) {
