@@ -195,3 +195,11 @@ def test_a_service_is_measured_with_its_recorder_and_no_session_fails(tokenizer_
     ((row,),) = measured("service", "--model", tokenizer_folder, "--sessions", 8, "--rounds", 1, "--turns", 1).values()
     assert (row.pop("wrong"), row["sessions"], row["calls"]) == (0, 8, 8)
     assert_above_zero([row])
+
+
+@deep
+def test_the_lag_of_a_driver_with_many_sessions_is_measured(tokenizer_folder):
+    few = ["--sessions", 8, "--turns", 1, "--runtime", "process"]
+    [row] = measured("at_once", "--model", tokenizer_folder, *few)["driver"]
+    assert (row["sessions"], row["calls"], row["wrong"]) == (8, 8, 0)
+    assert row["loop lag worst"] > 0

@@ -37,6 +37,10 @@ from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.facts import Facts
 from rolltap.trainer.traces.reader import SessionTable, load_sessions
 
+_SWITCH_SECONDS = 0.0005
+"""Time after which a thread gives way while sessions run. The event loop waits so long after each
+system call while other threads copy folders and look at boxes; Python's own is 5 ms."""
+
 
 class Worker:
     """Runs groups of sessions into the run folder `out`. A context manager, sync or async, for one use.
@@ -113,6 +117,8 @@ class Worker:
         self._evaluation = Once[str, SessionContext]()
         make_room(self.config.concurrency)
         with ExitStack() as stack:
+            stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(_SWITCH_SECONDS)
             stack.enter_context(rollout_lock(self.recorder.path))
             work = stack.enter_context(workplace())
             stack.enter_context(self.recorder)
