@@ -170,7 +170,7 @@ def create_ca(**how):
     return make(**how)
 certs.create_ca = create_ca
 """
-"""What Python runs first in each recorder: it writes a line when it makes a CA."""
+"""The start of Python in each recorder: it writes a line when it makes a CA."""
 
 
 class TestSeveralProcesses:
