@@ -4,8 +4,11 @@ Harbor's Python loads it.
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 from harbor.environments.base import BaseEnvironment, ExecResult
@@ -59,6 +62,10 @@ class FolderEnvironment(BaseEnvironment):
         (self._root / "policy.json").write_text(json.dumps(policy))
 
     async def stop(self, delete):
+        with contextlib.suppress(FileNotFoundError):
+            for group in (self._root / "groups").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(int(group), signal.SIGKILL)
         if delete:
             shutil.rmtree(self._root, ignore_errors=True)
 
@@ -78,6 +85,8 @@ class FolderEnvironment(BaseEnvironment):
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
+        with (self._root / "groups").open("a") as groups:
+            groups.write(f"{process.pid}\n")
         output, _ = await asyncio.wait_for(process.communicate(), timeout_sec)
         return ExecResult(stdout=output.decode(), return_code=process.returncode)
 

@@ -200,10 +200,13 @@ async def test_the_death_of_harbors_process_ends_its_boxes_and_later_ones_have_a
             sh(box, "echo >/tmp/begun; exec sleep 1000", tmp_path / "log")
         )
         await asyncio.to_thread(begun.read_text)
+        kept = runtime.process.folder
+        assert kept.exists()
         os.kill(runtime.process.process.pid, signal.SIGKILL)
         with pytest.raises(OSError, match="Harbor's process ended with status -9"):
             await running
     assert boxes(tmp_path) == []  # the next process removed it by its name
+    assert not kept.exists()
     async with runtime.box(make_spec(tmp_path)) as box:
         ended, _ = await sh(box, "true", tmp_path / "log")
     assert ended == Ended(0)

@@ -1,10 +1,11 @@
 """Harbor's environments for rolltap: it runs in Harbor's own Python, and rolltap has its stdin and
 stdout.
 
-A script of its own, on the package `harbor` (0.25) alone: `python -P harbor_environments.py`. Each
-line of stdin is a request, a JSON object with `id` and `op`; each line of stdout is an answer with
-the same `id`. Requests run at the same time. An answer has `error` when the request failed, and
-`permanent` when it would fail again.
+A script of its own, on the package `harbor` (0.25) alone: `python -P harbor_environments.py FOLDER`.
+FOLDER is for what Harbor keeps of its trials, and is removed at the end. Each line of stdin is a
+request, a JSON object with `id` and `op`; each line of stdout is an answer with the same `id`.
+Requests run at the same time. An answer has `error` when the request failed, and `permanent` when
+it would fail again.
 
     check    environment, allowed          -> version, restricts
     start    box, environment, ...         -> {}                  see `Environments.start`
@@ -19,9 +20,9 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -190,29 +191,29 @@ async def _lines() -> asyncio.StreamReader:
     return reader
 
 
-async def serve(answers: TextIO) -> None:
+async def serve(answers: TextIO, folder: Path) -> None:
     """Answer the requests of stdin in `answers` until stdin ends, then stop the environments."""
     reader = await _lines()
     waiting: set[asyncio.Task[None]] = set()
-    with tempfile.TemporaryDirectory(prefix="rolltap-harbor-") as folder:
-        environments = Environments(Path(folder))
+    environments = Environments(folder)
 
-        async def respond(request: Fields) -> None:
-            answer = await environments.answer(request)
-            with contextlib.suppress(BrokenPipeError):
-                answers.write(json.dumps(answer) + "\n")
-                answers.flush()
+    async def respond(request: Fields) -> None:
+        answer = await environments.answer(request)
+        with contextlib.suppress(BrokenPipeError):
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
 
-        try:
-            while line := await reader.readline():
-                task = asyncio.create_task(respond(json.loads(line)))
-                waiting.add(task)
-                task.add_done_callback(waiting.discard)
-        finally:
-            for task in [*waiting]:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            await environments.stop_all()
+    try:
+        while line := await reader.readline():
+            task = asyncio.create_task(respond(json.loads(line)))
+            waiting.add(task)
+            task.add_done_callback(waiting.discard)
+    finally:
+        for task in [*waiting]:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await environments.stop_all()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -221,7 +222,7 @@ def main() -> None:
     logging.disable(logging.INFO)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    asyncio.run(serve(answers))
+    asyncio.run(serve(answers, Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

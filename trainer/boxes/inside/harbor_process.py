@@ -4,6 +4,7 @@ talks to it."""
 import json
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -35,12 +36,14 @@ class Harbor:
         self._numbers = count()
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self.folder = Path(tempfile.mkdtemp(prefix="rolltap-harbor-"))
+        """For what Harbor keeps of its trials."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         # as if its environment were activated: podman-compose may be there too
         path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
         try:
             self.process = subprocess.Popen(
-                [str(python), "-P", str(_SCRIPT)],
+                [str(python), "-P", str(_SCRIPT), str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
@@ -49,6 +52,7 @@ class Harbor:
             )
         except OSError as error:
             self._said.close()
+            self.folder.rmdir()
             raise InputError(
                 f"Harbor's Python {python} cannot be started: {error.strerror}. Install Harbor in an "
                 f"environment of its own (python3.12 -m venv harbor && harbor/bin/pip install "
@@ -99,6 +103,7 @@ class Harbor:
         self._reader.join()
         self.process.stdout.close()
         self._said.close()
+        shutil.rmtree(self.folder, ignore_errors=True)  # it was killed
 
     def _read(self) -> None:
         assert self.process.stdout is not None
