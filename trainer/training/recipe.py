@@ -233,12 +233,6 @@ def _faults(recipe: Recipe) -> Iterator[str]:
     for key in ("replace_zero_variance", "forks"):
         if has_teacher and getattr(recipe, key):
             yield f"with a teacher all groups train: remove {key}"
-    refused = {"forks": ("service", "ray"), "evaluation": ("service", "ray")}
-    for table, keys in refused.items():
-        for key in keys:
-            given = getattr(recipe, key)
-            if given and getattr(recipe, table) is not None:
-                yield f"{key} = {given!r} runs no [{table}]: remove one of them"
     if recipe.service is not None and recipe.ray is not None:
         yield "service and ray: the service has the sessions: give --ray to `rolltap service`"
     if recipe.runtime not in ("container", "ssh") and (recipe.container_engine or recipe.container_arguments):

@@ -9,29 +9,35 @@ import json
 import sys
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
 
+from rolltap.errors import InputError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.engine.admin import EngineAdmin, Sampled
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.training.recipe import load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
 from rolltap.trainer.training.steps import BATCHES
 from tests import tiny_checkpoints
 from tests.deep import DEEP
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.engine.answering import serving as serving_engine
+from tests.trainer.nodes import conftest as fleet
 from tests.trainer.runs.views.test_score import Scoring
-from tests.trainer.service.served import program
+from tests.trainer.service.served import program, serving
 from tests.trainer.training.stand_ins import FolderEngine, Points
 
+temporary = fleet.temporary
+head = fleet.head
+cluster = fleet.cluster
+
 STEPS = 2
-TASKS = ("flat", "free")
-"""The rewards of `flat` are all 0, so that it is forked."""
 HARNESS = """
 import json, urllib.request
 messages = []
@@ -101,10 +107,13 @@ class Combination(NamedTuple):
         return text + tables
 
 
-TABLE = [Combination(*row) for row in product(("local",), *[(False, True)] * 4)]
-POSSIBLE = [row for row in TABLE if not (row.forks and row.has_teacher)]
+TABLE = [Combination(*row) for row in product(("local", "ray", "service"), *[(False, True)] * 4)]
+IMPOSSIBLE = [row for row in TABLE if row.forks and row.has_teacher]
+POSSIBLE = [row for row in TABLE if row not in IMPOSSIBLE]
 SHORT = [
     Combination("local", is_ahead=True, forks=True, evaluates=True, has_teacher=False),
+    Combination("ray", is_ahead=True, forks=True, evaluates=True, has_teacher=False),
+    Combination("service", is_ahead=True, forks=True, evaluates=True, has_teacher=False),
     Combination("local", is_ahead=True, forks=False, evaluates=True, has_teacher=True),
 ]
 """Each key with each other one."""
@@ -127,10 +136,28 @@ def scripted(tokenizer):
 @pytest.fixture
 def teacher(tmp_path, tokenizer):
     with serving_engine(Scoring(tmp_path / "big", tokenizer)) as engine:
-        yield engine
+        yield engine.url
 
 
-def lines_of(*tasks: dict[str, object]) -> str:
+@pytest.fixture
+def ray(cluster):
+    cluster.add(2)
+    return cluster.address
+
+
+@pytest.fixture
+def service(folder, scripted):
+    tasks = [*lines(folder / "tasks.jsonl"), *lines(folder / "held_out.jsonl")]
+    where = (folder / "out" / "run", scripted.url, folder / "model", folder / "harness.toml")
+    with serving(*where, tasks=tasks) as service:
+        yield service.url
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lines_of(*tasks: dict[str, Any]) -> str:
     return "".join(f"{json.dumps(task)}\n" for task in tasks)
 
 
@@ -153,32 +180,40 @@ def folder(tmp_path, tokenizer_folder, scripted, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.parametrize("row", IMPOSSIBLE, ids=lambda row: row.name)
+def test_what_cannot_be_is_refused_with_the_reason(row, tmp_path):
+    (tmp_path / "recipe.toml").write_text(row.recipe(dict.fromkeys(("ray", "service", "teacher"), "http://h:1")))
+    with pytest.raises(InputError, match="with a teacher all groups train: remove forks"):
+        load_recipe(tmp_path / "recipe.toml")
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("row", POSSIBLE if DEEP else SHORT, ids=lambda row: row.name)
 def test_a_training_takes_what_its_recipe_asks_for_from_all_nodes(row, folder, scripted, request):
-    run = folder / "run"
+    run = folder / "out" / "run"
     where = {}
     if row.has_teacher:
-        where["teacher"] = request.getfixturevalue("teacher").url
+        where["teacher"] = request.getfixturevalue("teacher")
+    if row.nodes != "local":
+        where[row.nodes] = request.getfixturevalue(row.nodes)
     (folder / "recipe.toml").write_text(row.recipe(where))
     arguments = ["train", str(folder / "recipe.toml"), "--out", str(run), "--engine", scripted.url]
     ended = CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
     assert ended.exit_code == 0, ended.output
 
-    batches = [json.loads(line) for line in (run / BATCHES).read_text().splitlines()]
-    taken = [name for batch in batches for name, _ in batch["sessions"]]
+    taken = [name for batch in lines(run / BATCHES) for name, _ in batch["sessions"]]
     sessions = load_sessions(run)
     assert sorted(taken) == sorted(sessions)
     assert {session.status for session in sessions.values()} == {"completed"}
     forks = [name for name in taken if name.startswith("fork~flat-")]
     assert len(forks) == 2 * STEPS * row.forks
     assert len(taken) - len(forks) == 4 * STEPS
-    lines = read_metrics(run / METRICS)
-    steps = [line for line in lines if "loss" in line]
+    metrics = read_metrics(run / METRICS)
+    steps = [line for line in metrics if "loss" in line]
     assert len(steps) == STEPS
     assert sum(line["tokens_trained"] for line in steps) > 0
     assert ("age/max" in steps[-1]) == row.is_ahead
-    assert sorted(line["eval/step"] for line in lines if "eval/step" in line) == (
+    assert sorted(line["eval/step"] for line in metrics if "eval/step" in line) == (
         [*range(STEPS + 1)] if row.evaluates else []
     )
     if row.evaluates:

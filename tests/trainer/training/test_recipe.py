@@ -120,7 +120,6 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + '[forks]\nfrom = "solved"\n', r"'forks\.from' is 'solved': Input should be 'failed' or 'any'"),
         (GOOD + '[forks]\nsource = "any"\n', r"unknown key 'forks\.source'"),
         (GOOD + "[forks]\nsessions = 1\n", r"'forks\.sessions' is 1"),
-        (GOOD + 'ray = "h:1"\n[forks]\n', r"ray = 'h:1' runs no \[forks\]"),
         (
             GOOD + "concurrency = 1\n" + HELD_OUT,
             r"evaluation\.share = 0\.25 leaves no slot for the training with concurrency = 1: set concurrency = 2",
