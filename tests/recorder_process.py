@@ -56,7 +56,7 @@ class Recorder:
     def client(self, user="s1", password="x"):
         context = ssl.create_default_context(cafile=self.confdir / "mitmproxy-ca-cert.pem")
         proxy = f"http://{user}:{password}@{self.address}" if user else f"http://{self.address}"
-        return httpx.Client(proxy=proxy, verify=context, trust_env=False, timeout=30)
+        return httpx.Client(proxy=proxy, verify=context, trust_env=False, timeout=60)
 
     def stop(self, number=signal.SIGTERM):
         self.process.send_signal(number)
