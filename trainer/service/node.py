@@ -75,6 +75,7 @@ class ServiceNode:
         if group.group_id not in self._groups:
             sent = asyncio.create_task(self._send(group))
             ended = asyncio.create_task(self._result(group, sent))
+            ended.add_done_callback(_look_at)
             self._groups[group.group_id] = _SentGroup(sent, ended)
         there = self._groups[group.group_id]
         index = _index(attempt.session_id, group.group_id)
@@ -93,6 +94,8 @@ class ServiceNode:
             raise
         finally:
             self._places.pop(attempt.session_id, None)
+            if there.ended.done():
+                self._groups.pop(group.group_id, None)
         attempt.row = rows.get(index)
         return Facts()
 
@@ -152,6 +155,12 @@ class ServiceNode:
             await self._client.cancel_session(group_id, places[index])
         rows = await asyncio.shield(there.ended)
         return rows.get(index)
+
+
+def _look_at(ended: asyncio.Task[dict[str, Session]]) -> None:
+    """Take the error of a group that could not be sent: its sessions raise it."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _name(session_id: str, group_id: str) -> str:

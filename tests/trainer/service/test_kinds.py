@@ -1,11 +1,15 @@
 """Groups that evaluate, groups of forks, and sessions that are cancelled alone."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 import rolltap
 from rolltap.trainer.runs.views.training import EVALUATION
+from rolltap.trainer.service.groups import Groups
+from rolltap.trainer.service.requests import GroupRequest
+from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.service.served import GOOD, TWO_CALLS, hold, program, serving
 
@@ -128,6 +132,7 @@ def test_one_session_is_cancelled_and_the_others_of_its_group_go_on(service, eng
     assert service.client.delete("/groups/none/sessions/one-a").status_code == 404
 
 
+@pytest.mark.deep  # the short suite has a kill above, and a start's reading of the event below
 def test_a_session_that_was_cancelled_is_not_run_after_a_kill(service, engine):
     hold(engine)
     service.submit(id="killed", sessions=["a", "b"])
@@ -140,3 +145,17 @@ def test_a_session_that_was_cancelled_is_not_run_after_a_kill(service, engine):
     attempts = [data["session_id"] for _, kind, data in events if kind == "session"]
     assert "killed-a~1" not in attempts
     assert "killed-b" in events[-1][2]["rewards"] or "killed-b~1" in events[-1][2]["rewards"]
+
+
+async def test_a_start_knows_of_a_session_that_was_cancelled(tmp_path):
+    worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
+    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
+    for _ in range(2):
+        groups = Groups(worker, tasks, most=9, share=0.5)
+        await groups.load()
+        await groups.submit(GroupRequest(id="a", task="words", sessions=2))
+        await groups.cancel_session("a", "a-0")
+        groups.journal.close()
+        assert groups.book.open["a"].stopped == {"a-0"}
+    assert groups.book.open["a"].left() == {"a-1"}
+    assert len(groups.journal) == 2

@@ -10,7 +10,7 @@ import pytest
 
 import rolltap
 from rolltap.addons.options import RecordedFrom
-from rolltap.errors import InputError
+from rolltap.errors import InputError, ServiceError
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.names import Version
 from rolltap.trainer.runs.views.training import EVALUATION
@@ -172,3 +172,11 @@ def test_sessions_go_on_when_the_training_ends_and_the_next_start_gets_them(serv
     with worker:
         (session,) = run_blocking(run(worker, group, []))
     assert (session.session_id, session.status) == (*group.session_ids, "completed")
+
+
+def test_a_group_that_the_service_refuses_ends_the_runner_with_its_message(service, scripted, tasks):
+    worker = worker_of(service, scripted)
+    unknown = tasks[0].model_copy(update={"id": "nowhere"})
+    group = step_group(Version("0a1b2c3d", 7, 0), 0, unknown, 2)
+    with worker, pytest.raises(ServiceError, match="'nowhere', which is not loaded"):
+        run_blocking(run(worker, group, []))
