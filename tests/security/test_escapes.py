@@ -176,6 +176,9 @@ class OfFolder:
     def check(self):
         pass
 
+    def show(self, program, files=()):
+        pass
+
     def box(self, spec):
         raise NotImplementedError
 
