@@ -165,6 +165,7 @@ class OfFolder:
     name = "container"
     warning = None
     isolated = True
+    programs_here = True
 
     def __init__(self, folder):
         self.folder = folder

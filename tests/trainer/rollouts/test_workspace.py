@@ -331,6 +331,7 @@ class Images:
     name = "container"
     warning = None
     isolated = True
+    programs_here = True
     check = box = image_digest = show = print
 
     def copy_out(self, image, workdir, dest):
