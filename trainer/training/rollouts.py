@@ -82,23 +82,23 @@ def _in_loop(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
 
 
 class AsyncRollouts:
-    """A schedule in a thread with an event loop of its own. A context manager: it stops the sessions that still run.
+    """A runner in a thread with an event loop of its own. A context manager: it stops the sessions that still run.
 
-    Methods are for one other thread. They raise what the schedule raises, then and at every later call.
+    Methods are for one other thread. They raise what the runner raises, then and at every later call.
 
-    `open_schedule` gets a callback for the progress; `finished` returns the sessions of a group that
+    `open_runner` gets a callback for the progress; `finished` returns the sessions of a group that
     need not be run: id -> session.
     """
 
     def __init__(
         self,
         starts: Starts,
-        open_schedule: Callable[[Advance], GroupRunner],
+        open_runner: Callable[[Advance], GroupRunner],
         *,
         finished: Callable[[Group], Mapping[str, Session]],
     ) -> None:
         self._starts = starts
-        self._open = open_schedule
+        self._open = open_runner
         self._finished = finished
         self._show: Advance = lambda *_: None
         self._progress = ("", 0, 0)
@@ -152,7 +152,7 @@ class AsyncRollouts:
     async def evaluate(self, groups: Sequence[Group]) -> None:
         """Start the groups of an evaluation beside the others."""
         for group in groups:
-            result = await self._schedule.submit(group)
+            result = await self._runner.submit(group)
             self._evaluated.append(result)
 
     @_in_loop
@@ -165,7 +165,7 @@ class AsyncRollouts:
     @_in_loop
     async def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
         """Stop the sessions that run and whose first call has a version that is `too_old`."""
-        self._schedule.cancel_running(too_old, why)
+        self._runner.cancel_running(too_old, why)
 
     @_in_loop
     async def idle_seconds(self) -> float:
@@ -178,10 +178,10 @@ class AsyncRollouts:
     async def _run(self) -> None:
         self._leaving = asyncio.Event()
         with suppress(asyncio.CancelledError):
-            async with self._open(self._advance) as self._schedule:
+            async with self._open(self._advance) as self._runner:
                 self._begun.set_result(asyncio.get_running_loop())
                 await self._leaving.wait()
-                raise asyncio.CancelledError  # without it the schedule would wait for its sessions
+                raise asyncio.CancelledError  # without it the runner would wait for its sessions
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop and return its result."""
@@ -204,7 +204,7 @@ class AsyncRollouts:
     async def _submit(self, number: int, group: Group) -> None:
         found = dict(self._finished(group))
         missing = [name for name in group.session_ids if name not in found]
-        result = await self._schedule.submit(replace(group, session_ids=missing))
+        result = await self._runner.submit(replace(group, session_ids=missing))
         result.add_done_callback(partial(self._end, number, group, found))
 
     def _end(
@@ -215,7 +215,7 @@ class AsyncRollouts:
         done: asyncio.Future[list[Session]],
     ) -> None:
         if done.cancelled():
-            return  # the schedule has ended
+            return  # the runner has ended
         ended = found | placed(group, done.result())
         sessions = [ended[name] for name in group.session_ids if name in ended]
         is_fork = group.fork is not None
@@ -231,4 +231,4 @@ class AsyncRollouts:
         if self._is_idle:
             self._idle += now - self._since
         self._since = now
-        self._is_idle = not self._schedule.running
+        self._is_idle = not self._runner.running

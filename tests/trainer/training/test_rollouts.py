@@ -81,7 +81,7 @@ def test_no_group_starts_too_early_none_is_lost_and_the_training_never_waits_for
 
 
 class Played:
-    """A schedule of which a test ends the groups. `submitted` has group id -> what it waits for."""
+    """A runner of which a test ends the groups. `submitted` has group id -> what it waits for."""
 
     def __init__(self, advance):
         self.advance, self.loop = advance, asyncio.get_running_loop()
@@ -131,12 +131,12 @@ def beside(finished=lambda group: {}):
     """Return rollouts one step ahead, of one group with two sessions a step, and a list for their schedule."""
     opened = []
 
-    def open_schedule(advance):
+    def open_runner(advance):
         opened.append(Played(advance))
         return opened[0]
 
     groups = ((number, step_group(Version("1a2b3c4d", number, 0), 0, TASK, 2)) for number in count())
-    return AsyncRollouts(Starts(1, 1, 9, groups), open_schedule, finished=finished), opened
+    return AsyncRollouts(Starts(1, 1, 9, groups), open_runner, finished=finished), opened
 
 
 def taken(rollouts):
