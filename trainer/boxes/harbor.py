@@ -82,9 +82,7 @@ class HarborBox:
         await self._call("upload_file", source_path=str(packed), target_path=harbor_program.TO_BOX)
         await self._execute(harbor_program.UNPACK, _TRANSFER_SECONDS)
 
-    async def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
-    ) -> Ended:
+    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`. It is started by the box's `sh`, and timed there."""
         token = secrets.token_hex(16)
         script = self._folder / "script"
@@ -102,20 +100,14 @@ class HarborBox:
         # no argument has it: Harbor logs command lines, and other users see them
         place = f"{harbor_program.FOLDER}.{token}"
         await self._call("upload_file", source_path=str(script), target_path=place)
-        said = await self._execute(
-            f"sh {place}", timeout + harbor_program.GRACE_SECONDS + _TRANSFER_SECONDS
-        )
+        said = await self._execute(f"sh {place}", timeout + harbor_program.GRACE_SECONDS + _TRANSFER_SECONDS)
         found = re.search(rf"{token} (\d+) (\w+)", said)
         if found is None:
-            raise OSError(
-                f"the environment of {self._spec.name} ran no program: {said.strip()[-500:]}"
-            )
+            raise OSError(f"the environment of {self._spec.name} ran no program: {said.strip()[-500:]}")
         status = int(found[1])
         how = found[2]
         if how == "absent":
-            raise FileNotFoundError(
-                errno.ENOENT, "there is no such program in the environment", command[0]
-            )
+            raise FileNotFoundError(errno.ENOENT, "there is no such program in the environment", command[0])
         whole = await self._bring(self._spec.workspace, self._limit)
         await in_folder_thread(self._take, log)
         if not whole:
@@ -160,9 +152,7 @@ class HarborBox:
         Return False if it is too much or bad.
         """
         packed = self._folder / "packed"
-        await self._call(
-            "download_file", source_path=harbor_program.FROM_BOX, target_path=str(packed)
-        )
+        await self._call("download_file", source_path=harbor_program.FROM_BOX, target_path=str(packed))
         back = self._back
         await in_folder_thread(remove_folder, back)
         back.mkdir()
@@ -191,18 +181,14 @@ class HarborBox:
         said = (done.get("stdout") or "") + (done.get("stderr") or "")
         if done["return_code"]:
             why = said.strip()[-500:]
-            raise OSError(
-                f"`{command}` ends with status {done['return_code']} in {self._spec.name}: {why}"
-            )
+            raise OSError(f"`{command}` ends with status {done['return_code']} in {self._spec.name}: {why}")
         return said
 
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return await self._send("call", method=method, arguments=arguments)
 
     async def _send(self, operation: str, **fields: Any) -> dict[str, Any]:
-        return await asyncio.wrap_future(
-            self._runtime.send(operation, box=self._spec.name, **fields)
-        )
+        return await asyncio.wrap_future(self._runtime.send(operation, box=self._spec.name, **fields))
 
 
 class HarborRuntime:
@@ -337,9 +323,7 @@ class HarborRuntime:
         try:
             run_blocking(copy())
         except OSError as error:
-            raise InputError(
-                f"the folder {workdir} of the image {image} cannot be copied: {error}"
-            ) from error
+            raise InputError(f"the folder {workdir} of the image {image} cannot be copied: {error}") from error
 
     def definition(self, spec: BoxSpec) -> dict[str, Any]:
         """Return what Harbor's process needs to know of a box."""
@@ -402,9 +386,7 @@ def read_environment(text: str) -> dict[str, Any]:
     try:
         keys = json.loads(Path(text).expanduser().read_text())
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"harbor_environment names {text}, which cannot be read: {error}"
-        ) from error
+        raise InputError(f"harbor_environment names {text}, which cannot be read: {error}") from error
     if not isinstance(keys, dict):
         raise InputError(f"harbor_environment names {text}, which has no object of JSON")
     return keys

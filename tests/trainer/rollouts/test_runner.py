@@ -349,6 +349,51 @@ class TestWithoutPrograms:
             await played.end("b-0")
             assert [session.status for session in await other] == ["completed"]
 
+    async def test_a_block_that_waits_for_a_group_of_which_nobody_waits_for_the_result_is_idle(
+        self, open_runner, played, monkeypatch
+    ):
+        loop = asyncio.get_running_loop()
+
+        async def leave():
+            async with open_runner() as running:
+                (await running.submit(self.group("a", 0))).cancel()
+                await played.runs("a-0")
+
+        leaving = asyncio.create_task(leave())
+        await played.runs("a-0")
+        for _ in range(9):  # until it waits
+            await asyncio.sleep(0)
+        turns = []
+        call_soon = loop.call_soon
+        monkeypatch.setattr(loop, "call_soon", lambda *args, **how: turns.append(args) or call_soon(*args, **how))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert len(turns) == 9  # this test's own
+        await played.end("a-0")
+        await leaving
+
+    async def test_a_group_with_a_name_that_is_used_leaves_the_first_as_it_is(self, open_runner, played):
+        async with open_runner() as running:
+            first = await running.submit(self.group("a", 0))
+            with pytest.raises(ValueError, match="is there already"):
+                await running.submit(self.group("a", 0, 1))
+            await played.end("a-0")
+            assert [session.session_id for session in await first] == ["a-0"]
+
+    async def test_the_progress_has_no_session_that_was_cancelled_before_its_retry(
+        self, open_runner, played, monkeypatch
+    ):
+        monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 600.0)
+        told = []
+        async with open_runner(lambda _, done, total: told.append((done, total)), retries=1) as running:
+            result = await running.submit(self.group("a", 0, 1))
+            await played.end("a-0", "infrastructure")
+            await until(lambda: running.counts["pausing"])
+            running.cancel("a-0~1", "no more")
+            await played.end("a-1")
+            assert [session.session_id for session in await result] == ["a-0", "a-1"]
+        assert told[-1] == (1, 1)
+
     async def test_sessions_that_are_stopped_are_no_failures_and_those_that_never_ran_are_not_counted(
         self, open_runner, played
     ):
@@ -538,6 +583,39 @@ class TestNodes:
         assert ended["g-0"] == "infrastructure"
         assert ended["g-0~1"] == ended["g-1~1"] == "completed"
         assert first.stopped == [("g-1", "the machine is off")]
+
+    async def test_a_session_that_had_not_begun_to_run_loses_no_retry_with_its_node(self):
+        async with self.open_runner(lost=lambda *_: None, retries=0) as running:
+            result = await running.submit(Group(TASK, "g", ["g-0"]))
+            for _ in range(3):
+                node = PlayedNode("n")
+                begun = asyncio.Event()
+
+                async def prepare(attempt, enter, begun=begun):
+                    begun.set()
+                    await asyncio.Event().wait()
+
+                node.run = prepare
+                running.add_node(node)
+                await begun.wait()
+                running.remove_node(node, NodeLostError("the machine is off"))
+            last = PlayedNode("n")
+            running.add_node(last)
+            await last.end("g-0")
+            assert [session.status for session in await result] == ["completed"]
+
+    async def test_a_session_that_began_to_run_on_a_lost_node_is_retried_without_a_row_too(self):
+        async with self.open_runner(lost=lambda *_: None, retries=0) as running:
+            result = await running.submit(Group(TASK, "g", ["g-0"]))
+            node = PlayedNode("n")
+
+            async def kill(attempt, enter):
+                await enter("running")
+                raise NodeLostError("the machine is off")
+
+            node.run = kill
+            running.add_node(node)
+            assert await result == []
 
     async def test_the_block_fails_with_its_last_node(self):
         async def fail():

@@ -1,7 +1,9 @@
 """The clients against a real service, some of them through a relay that breaks connections."""
 
 import asyncio
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 
@@ -204,6 +206,25 @@ async def test_blocking_code_has_the_same_methods_also_beside_an_event_loop_and_
         return threading.current_thread()
 
     assert len(set(await asyncio.gather(*(asyncio.to_thread(work) for _ in range(3))))) > 1
+
+
+def test_threads_that_ask_first_at_the_same_moment_have_one_loop(monkeypatch):
+    """Two loops would take connections of one pool from each other: it is of a single loop."""
+    module._loop.cache_clear()
+    ready = threading.Barrier(8)
+
+    def loop():
+        ready.wait()
+        return module._loop()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            found = [threads.submit(loop) for _ in range(8)]
+            assert len({each.result() for each in found}) == 1
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_every_method_of_the_one_is_one_of_the_other():

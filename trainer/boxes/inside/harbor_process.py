@@ -95,9 +95,7 @@ class Harbor:
         try:
             self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning(
-                "Harbor does not stop its environments in %g s: it is killed", _STOP_SECONDS
-            )
+            logger.warning("Harbor does not stop its environments in %g s: it is killed", _STOP_SECONDS)
             self.process.kill()
             self.process.wait()
         self._reader.join()

@@ -93,7 +93,12 @@ def test_a_session_that_runs_has_the_suspicions_of_its_calls_so_far(growing):
 def test_a_session_shows_its_evidence_and_all_its_rows(growing):
     text = printed(growing, "judged")
     expected = ["reward 0.5", "1 failed, 2 passed", "t.py::b: failed", "src/[bold].py", "pipe: fifo", "ab" * 32]
-    expected += ["queued 1.0 s, running 61.2 s", "logs/judged.diff", "rows of the session: the last counts", "a test passed that must fail"]
+    expected += [
+        "queued 1.0 s, running 61.2 s",
+        "logs/judged.diff",
+        "rows of the session: the last counts",
+        "a test passed that must fail",
+    ]
     assert [shown for shown in expected if shown not in text] == []
     values = json.loads(printed(growing, "judged", "--json"))
     assert [row["reward"] for row in values["revisions"]] == [0.0, 0.5]
