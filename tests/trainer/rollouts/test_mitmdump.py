@@ -90,10 +90,9 @@ def test_a_recorder_accepts_at_the_socket_of_a_box_until_the_box_ends(process):
 
 def test_a_recorder_that_has_ended_accepts_nothing(process):
     process.stop()
-    accept = process.accept
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with pytest.raises(OSError, match="Bad file descriptor"), accept(listener):
-            pass
+    ended = pytest.raises(OSError, match="Bad file descriptor")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ended, process.accept(listener):
+        pass
 
 
 def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path, monkeypatch):
