@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
@@ -263,18 +263,24 @@ def _group_path(id: str) -> str:
     return f"/groups/{quote(id, safe='')}"
 
 
-@cache
+_loops: dict[str, asyncio.AbstractEventLoop] = {}
+"""The event loop of all `Client`s of this process, by the name of its thread."""
+os.register_at_fork(after_in_child=_loops.clear)
+
+
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all `Client`s of this process.
+    """Return that loop. It runs in a thread until the process ends.
 
-    It runs in a thread until the process ends.
+    Of threads that ask first at the same moment, one makes it: a pool of connections has one loop.
     """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rolltap-clients", daemon=True).start()
-    return loop
-
-
-os.register_at_fork(after_in_child=_loop.cache_clear)
+    name = "rolltap-clients"
+    if name not in _loops:
+        made = asyncio.new_event_loop()
+        if _loops.setdefault(name, made) is made:
+            threading.Thread(target=made.run_forever, name=name, daemon=True).start()
+        else:
+            made.close()
+    return _loops[name]
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -210,7 +210,7 @@ async def test_blocking_code_has_the_same_methods_also_beside_an_event_loop_and_
 
 def test_threads_that_ask_first_at_the_same_moment_have_one_loop(monkeypatch):
     """Two loops would take connections of one pool from each other: it is of a single loop."""
-    module._loop.cache_clear()
+    monkeypatch.setattr(module, "_loops", {})
     ready = threading.Barrier(8)
 
     def loop():
