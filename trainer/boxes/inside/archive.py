@@ -12,12 +12,17 @@ import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import IO
+from typing import IO, Self, cast
 
 MAX_ENTRIES = 1_000_000
 """Files, folders and links of one folder. A judge takes fewer."""
 _MAX_PATH = 4000
-"""Bytes of a path. What lies deeper is left out: a judge would refuse it."""
+_MAX_DEPTH = 110
+"""Bytes of a path, and names in it. What lies deeper is left out: a judge would refuse it."""
+_MAX_NAME = 255
+"""Bytes of a name in a folder."""
+_HEADER_BYTES = 1 << 20
+"""Most bytes between the files of an archive: `tarfile` keeps them in memory."""
 _BLOCK = 512
 _CHUNK = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -81,34 +86,74 @@ def pack_changes(file: IO[bytes], folder: _PATH, before: Mapping[str, Stamp], li
     return [path for path in before if path not in now]
 
 
+class _Room:
+    """A file of which only so much can be read as there is room for."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.left = _HEADER_BYTES
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        """Read from the file. Raises `tarfile.ReadError` without room."""
+        self.left -= size
+        if self.left < 0:
+            raise tarfile.ReadError("a header is too long")
+        return self._file.read(size)
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive whose damage is no end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Return what a header says. Raises `tarfile.ReadError` for a damaged one."""
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == _BLOCK and not any(buf):  # the end
+                raise
+            raise tarfile.ReadError(str(error)) from error
+
+
 def unpack(file: IO[bytes], folder: _PATH, limit: int) -> bool:
     """Write what is in a tar stream into a folder, in place of what is there.
 
-    Return False if something was left out: what comes after `limit` bytes, a path that leads out of
-    the folder, what is no file, folder or link, and what follows a damaged part. Raises `OSError`
-    for a fault of this machine.
+    Return False if something was left out: what comes after `limit` bytes or `MAX_ENTRIES`, a path
+    that leads out of the folder or is none, what is no file, folder or link, and what follows a
+    damaged part. Raises `OSError` for a fault of this machine.
     """
-    whole = True
-    left = limit
     root = os.open(folder, _FOLDER)
+    room = _Room(file)
     try:
-        with tarfile.open(fileobj=file, mode="r|") as tar:
-            for member in tar:
-                left -= _BLOCK + member.size
-                if left < 0:
-                    return False
-                if member.name == ".":
-                    continue
-                parts = _parts(member.name.removeprefix("./"))
-                if not parts or not (member.isreg() or member.isdir() or member.issym()):
-                    whole = False
-                    continue
-                with _opened(root, parts[:-1], create=True) as parent:
-                    _write(parent, parts[-1], member, tar)
-    except tarfile.TarError:
+        with tarfile.open(fileobj=cast(IO[bytes], room), mode="r|", tarinfo=_Member) as tar:
+            return _unpack(tar, room, root, limit)
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError):
+        # `tarfile` checks few of the numbers in headers, and reads headers of headers by recursion
         return False
     finally:
         os.close(root)
+
+
+def _unpack(tar: tarfile.TarFile, room: _Room, root: int, limit: int) -> bool:
+    whole = True
+    left = limit
+    number = 0
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # they would stay in memory
+        number += 1
+        left -= _BLOCK + member.size
+        if left < 0 or member.size < 0 or member.issparse() or number > MAX_ENTRIES:
+            return False
+        room.left = member.size + _HEADER_BYTES
+        if member.name == "." or _is_deep(member.name.removeprefix("./")):
+            continue
+        parts = _parts(member.name.removeprefix("./"))
+        is_kept = member.isreg() or member.isdir() or (member.issym() and _is_link(member.linkname))
+        if not parts or not is_kept:
+            whole = False
+            continue
+        with _opened(root, parts[:-1], create=True) as parent:
+            _write(parent, parts[-1], member, tar)
     return whole
 
 
@@ -140,19 +185,29 @@ def write_pipe(path: _PATH, content: bytes, opened: int) -> None:
                 rest = rest[pipe.write(rest) :]
 
 
-def _walk(folder: str, prefix: str = "") -> Iterator[str]:
+def _walk(folder: str) -> Iterator[str]:
     """Yield the relative paths of all that is in a folder, each folder before what is in it."""
+    left = _entries(folder, "")
+    while left:
+        path, is_folder = left.pop()
+        yield path
+        if is_folder:
+            left += _entries(folder, f"{path}/")
+
+
+def _entries(folder: str, prefix: str) -> list[tuple[str, bool]]:
+    """Return the paths of what is in a folder below `folder`, the last one first, and which are
+    folders."""
     place = f"{folder}/{prefix}"
     _allow(place, stat.S_IRWXU)
     with os.scandir(place) as entries:
-        found = sorted(islice(entries, MAX_ENTRIES + 1), key=lambda entry: entry.name)
+        found = sorted(islice(entries, MAX_ENTRIES + 1), key=lambda entry: entry.name, reverse=True)
+    paths = []
     for entry in found:
         path = prefix + entry.name
-        if len(os.fsencode(f"{folder}/{path}")) > _MAX_PATH:
-            continue
-        yield path
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(folder, f"{path}/")
+        if not _is_deep(path) and len(os.fsencode(f"{folder}/{path}")) <= _MAX_PATH:
+            paths.append((path, entry.is_dir(follow_symlinks=False)))
+    return paths
 
 
 def _allow(path: str, rights: int) -> None:
@@ -182,12 +237,27 @@ def _add(tar: tarfile.TarFile, source: str, name: str) -> None:
         tar.addfile(member)
 
 
+def _is_deep(path: str) -> bool:
+    """Return True for a path that is left out."""
+    return len(path) > _MAX_PATH or path.rstrip("/").count("/") >= _MAX_DEPTH
+
+
 def _parts(path: str) -> list[str]:
-    """Return the names of a relative path; none if it may lead out of its folder, or has a NUL."""
+    """Return the names of a relative path; none if it may lead out of its folder, or is none."""
     parts = path.rstrip("/").split("/")
-    if "\0" in path or any(part in ("", ".", "..") for part in parts):
+    if not _is_link(path) or any(part in ("", ".", "..") for part in parts):
+        return []
+    if any(len(os.fsencode(part)) > _MAX_NAME for part in parts):
         return []
     return parts
+
+
+def _is_link(path: str) -> bool:
+    """Return True if a path can be that of a link: it has some bytes, not too many, and no NUL."""
+    try:
+        return "\0" not in path and 0 < len(os.fsencode(path)) <= _MAX_PATH
+    except UnicodeEncodeError:
+        return False
 
 
 @contextlib.contextmanager
@@ -232,8 +302,9 @@ def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile
         shutil.copyfileobj(content, file, _CHUNK)
         file.flush()
         os.fchmod(file.fileno(), mode | stat.S_IRUSR)
-        nanoseconds = int(member.mtime * 1e9)
-        with contextlib.suppress(OverflowError, OSError):  # a time that no file system has
+        # a time that no file system has
+        with contextlib.suppress(ValueError, OverflowError, OSError):
+            nanoseconds = int(member.mtime * 1e9)
             os.utime(file.fileno(), ns=(nanoseconds, nanoseconds))
 
 

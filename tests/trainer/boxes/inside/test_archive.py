@@ -1,6 +1,8 @@
 import io
 import os
 import stat
+import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -153,6 +155,31 @@ def test_a_folder_that_is_nested_beyond_any_path_ends_somewhere():
         assert 100 < len(stamps(folder)) < 1000
 
 
+def nested(folder, depth):
+    """Make a folder that is nested so often, by names of one letter."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+
+
+def test_of_a_folder_that_is_nested_a_thousand_times_the_first_ones_are_taken(target):
+    with scratch_folder() as here:  # pytest could not remove it
+        nested(here, 1200)
+        (here / "file").write_text("there")
+        before = stamps(here)
+        assert 100 < len(before) < 200
+        assert unpack(packed({".": here}), target, ROOM)
+    assert stamps(target).keys() == before.keys()
+    deep = ("a/" * 1000 + "file", {"size": 1})
+    assert unpack(tar_of(deep, ("d", {"size": 1})), target, ROOM)
+    assert (target / "d").read_text() == "x"
+    assert not (target / "a").exists()
+
+
 @pytest.mark.parametrize(
     "member",
     [
@@ -162,11 +189,84 @@ def test_a_folder_that_is_nested_beyond_any_path_ends_somewhere():
         ("device", {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 3}),
         ("pipe", {"type": tarfile.FIFOTYPE}),
         ("hard", {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}),
+        ("link", {"type": tarfile.SYMTYPE, "linkname": ""}),
+        ("link", {"type": tarfile.SYMTYPE, "pax_headers": {"linkpath": "a\0b"}}),
+        ("link", {"type": tarfile.SYMTYPE, "linkname": "a" * 5000}),
+        ("a" * 300, {"size": 1}),
     ],
+    ids=range(10),
 )
 def test_a_hostile_member_is_left_out_and_the_others_are_written(target, member):
     assert not unpack(tar_of(member, ("good", {"size": 1})), target, ROOM)
     assert list(target.parent.rglob("*")) == [target, target / "good"]
+
+
+@pytest.mark.parametrize("mtime", ["nan", "inf", "1e300"])
+def test_a_time_that_is_none_does_not_arrive(target, mtime):
+    assert unpack(tar_of(("file", {"size": 1, "pax_headers": {"mtime": mtime}})), target, ROOM)
+    assert (target / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"size": "-1"},
+        {"GNU.sparse.size": "-1000000"},
+        {"GNU.sparse.size": "none"},
+        {"GNU.sparse.map": "0,1"},
+        {"GNU.sparse.map": "none"},
+        {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "1000000"},
+    ],
+)
+def test_a_size_that_is_none_is_damage(target, headers):
+    hostile = ("hostile", {"size": 1, "pax_headers": headers})
+    assert not unpack(tar_of(hostile, ("large", {"size": 100_000})), target, 50_000)
+    assert not (target / "large").exists()
+
+
+def test_what_comes_after_a_damaged_header_is_missed(target):
+    damaged = bytearray(tar_of(("one", {"size": 1}), ("two", {"size": 1})).getvalue())
+    damaged[1024] += 1  # the name of the second one
+    assert not unpack(io.BytesIO(damaged), target, ROOM)
+    whole = tar_of(("one", {"size": 1})).getvalue()
+    assert not unpack(io.BytesIO(whole[:1024]), target, ROOM)
+
+
+def test_more_files_than_a_folder_may_have_are_left_out(target, monkeypatch):
+    monkeypatch.setattr(archive, "MAX_ENTRIES", 2)
+    members = [(f"file-{number}", {"size": 1}) for number in range(3)]
+    assert not unpack(tar_of(*members), target, ROOM)
+    assert len(list(target.iterdir())) == 2
+
+
+UNPACKS = """
+import io, resource, sys, tarfile
+from pathlib import Path
+from rolltap.trainer.boxes.inside.archive import unpack
+
+class Stream:
+    def __init__(self, kind):
+        header = tarfile.TarInfo("header")
+        header.type = kind
+        header.size = 1 << 30
+        self.left = header.tobuf(tarfile.USTAR_FORMAT)
+
+    def read(self, size):
+        content = self.left or b"1" * size
+        self.left = content[size:]
+        return content[:size]
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
+    assert not unpack(Stream(kind), Path(sys.argv[1]), 1 << 30)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_header_without_end_takes_no_memory(target):
+    command = [sys.executable, "-c", UNPACKS, str(target)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    assert int(done.stdout) < 100 << 10
 
 
 def test_nothing_is_written_through_a_link(target):
