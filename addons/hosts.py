@@ -12,6 +12,8 @@ from typing import NamedTuple
 WEB_PORTS = ("80", "443")
 """Ports of an option that names none."""
 _HOST_AND_PORT = re.compile(r"(\[[^\]]*:[^\]]*\]|[^:]*):([^:]*)")
+_IN_NO_HOST = re.compile(r"[/@\s]")
+"""What a URL, a range of addresses or a list has, and no host."""
 
 
 class Pattern(NamedTuple):
@@ -29,9 +31,13 @@ def read_patterns(text: str) -> list[Pattern]:
     """Return the patterns of an option.
 
     Options are `pypi.org`, `*.example.org:8443`, `127.0.0.1:*`, `::1` or `[::1]:80`. Raises
-    `ValueError` when the port is neither `*` nor a number up to 65535, or the host is empty.
+    `ValueError` when the port is neither `*` nor a number up to 65535, or the host is empty or part
+    of a URL.
     """
     host = text.strip()
+    if _IN_NO_HOST.search(host):
+        fix = "give HOST or HOST:PORT, without a scheme, a user or a path"
+        raise ValueError(f"{text!r} is no host: {fix}")
     ports: tuple[str, ...] = WEB_PORTS
     match = _HOST_AND_PORT.fullmatch(host)
     if match is not None:

@@ -2,6 +2,8 @@ import pytest
 
 from rolltap.addons.hosts import is_permitted_address, read_all_patterns, read_patterns
 
+NO_HOSTS = ("https://a.org", "http://a.org:80", "a.org/b", "10.0.0.0/8", "me@a.org", "a.org b.org")
+
 
 @pytest.mark.parametrize(
     ("text", "patterns"),
@@ -20,7 +22,7 @@ def test_an_option_is_a_host_and_a_port_or_those_of_the_web(text, patterns):
     assert read_patterns(text) == patterns
 
 
-@pytest.mark.parametrize("text", ["", ":80", "a:0", "a:65536", "a:https", "a:", "a:٣"])
+@pytest.mark.parametrize("text", ["", ":80", "a:0", "a:65536", "a:https", "a:", "a:٣", *NO_HOSTS])
 def test_a_pattern_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="give"):
         read_patterns(text)

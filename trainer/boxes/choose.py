@@ -30,19 +30,22 @@ def make_runtime(
     harbor_environment: str | None = None,
     recorder_address: str | None = None,
 ) -> Runtime:
-    """Return a runtime. `Runtime.check` says whether it works here. `RolloutConfig` has checked the names.
+    """Return a runtime. `Runtime.check` says whether it works here. `RolloutConfig` has checked the
+    names.
 
-    `tools` are folders of this machine that boxes have read-only, under the same path. `container_engine` is `podman`
-    or `docker`; by default the first that is installed. `container_arguments` stand between the engine's name and its
-    commands. `build` lets the runtime `container` build images of tasks. Raises `InputError` for a setting that is
-    wrong, or that the runtime does not have.
+    `tools` are folders of this machine that boxes have read-only, under the same path.
+    `container_engine` is `podman` or `docker`; by default the first that is installed.
+    `container_arguments` stand between the engine's name and its commands. `build` lets the
+    runtimes `container` and `harbor` build images of tasks. Raises `InputError` for a setting that
+    is wrong, or that the runtime does not have.
 
-    With the runtime `ssh`, `tools` and container engine are those of the machine `ssh`, `ssh_kind` is the runtime there
-    (by default `sandbox`), `ssh_python` a Python there with psutil and pydantic, and `ssh_arguments` stand before the
-    machine in the command line of ssh(1).
+    With the runtime `ssh`, `tools` and container engine are those of the machine `ssh`, `ssh_kind`
+    is the runtime there (by default `sandbox`), `ssh_python` a Python there with psutil and
+    pydantic, and `ssh_arguments` stand before the machine in the command line of ssh(1).
 
-    With the runtime `harbor`, `harbor_python` is a Python that has Harbor, `harbor_environment` is read by
-    `read_environment`, and `recorder_address` is the recorder as its boxes reach it, if there is one.
+    With the runtime `harbor`, `harbor_python` is a Python that has Harbor, `harbor_environment` is
+    read by `read_environment`, and `recorder_address` is the recorder as its boxes reach it, if
+    there is one.
     """
     arguments = list(container_arguments)
     if name != "harbor":
@@ -53,10 +56,11 @@ def make_runtime(
             recorder_address=recorder_address,
         )
     if name == "ssh":
-        if ssh is None or not ssh.strip() or ssh.startswith("-"):
-            raise InputError(
-                'runtime = "ssh" needs a machine: --ssh USER@HOST (ssh in a recipe), or a Host of ~/.ssh/config'
-            )
+        how = "--ssh USER@HOST (ssh in a recipe), or a Host of ~/.ssh/config"
+        if ssh is None:
+            raise InputError(f'runtime = "ssh" needs a machine: {how}')
+        if not ssh.strip() or ssh.startswith("-"):
+            raise InputError(f"ssh = {ssh!r} is no machine: {how}")
         kind = ssh_kind or "sandbox"
         settings: dict[str, Any] = {
             "tools": [str(tool) for tool in tools],
@@ -65,7 +69,12 @@ def make_runtime(
         }
         _refuse("ssh", build=build)
         if kind != "container":
-            _refuse(f"ssh with {kind}", **{**settings, "tools": None})
+            _refuse(
+                "ssh",
+                f' and ssh_kind = "{kind}"',
+                container_engine=container_engine,
+                container_arguments=arguments,
+            )
         machine = Machine(ssh, ssh_python or "python3", tuple(ssh_arguments))
         if kind == "sandbox":
             return SshRuntime(machine, {"name": kind, **settings})
@@ -105,11 +114,12 @@ def make_runtime(
     return ContainerRuntime(container_engine, container_arguments, tools=folders, build=build)
 
 
-def _refuse(name: str, **settings: Any) -> None:
-    """Raise `InputError` for a setting that a runtime does not have."""
+def _refuse(name: str, kind: str = "", /, **settings: Any) -> None:
+    """Raise `InputError` for a setting that a runtime does not have. `kind` says more of it."""
     for key, value in settings.items():
         if value:
-            raise InputError(f'{key} = {value!r} has no meaning with runtime = "{name}": remove it')
+            where = f'with runtime = "{name}"{kind}'
+            raise InputError(f"{key} = {value!r} has no meaning {where}: remove it")
 
 
 def _folder(tool: str | Path) -> Path:

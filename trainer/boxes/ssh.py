@@ -193,7 +193,10 @@ async def _why_not(
     errors.seek(0)
     said = _text(errors.read()) or str(error) or f"no answer within {_CONNECT_SECONDS:g} s"
     if client.returncode in (None, _NOT_CONNECTED):
-        return OSError(f"the machine {machine.host} is not reached by ssh: {said}")
+        return OSError(
+            f"the machine {machine.host} is not reached by ssh: {said}. `ssh {machine.host} true` "
+            "must work and ask nothing; --ssh-argument (ssh_arguments in a recipe) has further options"
+        )
     return InputError(
         f"the machine {machine.host} cannot have boxes: {said}. Make an environment there "
         "(python3 -m venv boxes && boxes/bin/pip install psutil pydantic), and name its Python "
@@ -254,7 +257,7 @@ class SshBox:
         with log.open("wb", buffering=0) as output:
             while chunk := await stream.receive_bytes():
                 output.write(chunk)
-        told = _checked(await stream.receive())
+        told = _checked(self._host, await stream.receive())
         ended = Ended(told["status"], told["stopped"])
         limit = self._spec.limits.of_isolated().disk_gib
         assert limit is not None
@@ -287,13 +290,13 @@ async def _receive_file(stream: Stream, file: IO[bytes], limit: int) -> bool:
     return left >= 0
 
 
-def _checked(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message. Raises the error that it tells: `OSError` or `InputError`."""
+def _checked(host: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of a machine. Raises the error that it tells: `OSError` or `InputError`."""
     error = message.get("error")
     if error is None:
         return message
     if error.get("permanent"):
-        raise InputError(error["text"])
+        raise InputError(f"on the machine {host}: {error['text']}")
     if error.get("errno") is not None:
         raise OSError(error["errno"], error["text"], error["filename"])
     raise OSError(error["text"])
@@ -370,8 +373,6 @@ class SshRuntime:
             run_blocking(self._ask({"do": "check"}))
         except OSError as error:
             raise InputError(str(error)) from error
-        except InputError as error:
-            raise InputError(f"on the machine {self._machine.host}: {error}") from error
 
     def show(self, program: str, files: Iterable[Path] = ()) -> None:
         """See `Runtime.show`. The program is the machine's, the files go there."""
@@ -410,7 +411,7 @@ class SshRuntime:
                         await in_folder_thread(pack, file, parts)
                         file.seek(0)
                         await stream.send_file(file)
-                    made = _checked(await stream.receive())
+                    made = _checked(host, await stream.receive())
                 except LostError as error:
                     raise _lost(host, error) from error
                 yield SshBox(host, stream, spec, made)
@@ -439,7 +440,7 @@ class SshRuntime:
         """Return the answer to one question, and write what follows it into a file."""
         async with linked(self._machine) as link:
             stream = await link.connection.open({**request, "settings": self._settings})
-            answer = _checked(await stream.receive())
+            answer = _checked(self._machine.host, await stream.receive())
             while file is not None and (chunk := await stream.receive_bytes()):
                 file.write(chunk)
             return answer

@@ -4,11 +4,12 @@
 takes them as keywords.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.choose import make_runtime
@@ -104,7 +105,7 @@ class RolloutConfig(BaseModel):
     harbor_environment: str | None = Field(default=None, min_length=1)
     """Harbor's environment: its type, such as `daytona`, a class as MODULE:CLASS, or a JSON file with the keys that
     Harbor's `environment` has."""
-    recorder_address: str | None = Field(default=None, pattern=r"^(https://)?[^/@\s]+:[0-9]+$")
+    recorder_address: str | None = None
     """The recorder as boxes of the runtime `harbor` reach it: HOST:PORT, or https://HOST:PORT behind TLS of your own.
     The recorder itself listens where its options `listen_host` and `listen_port` say."""
     budget: Budget = Budget()
@@ -123,6 +124,18 @@ class RolloutConfig(BaseModel):
             return cls.model_validate(settings)
         except ValidationError as error:
             raise InputError(describe(error)) from error
+
+    @field_validator("recorder_address")
+    @classmethod
+    def _require_host_and_port(cls, address: str | None) -> str | None:
+        if address is None:
+            return None
+        host, _, port = address.removeprefix("https://").rpartition(":")
+        is_host = re.fullmatch(r"[^/@\s:\[\]]+|\[[0-9A-Fa-f:.]+\]", host) is not None
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+        if not (is_host and is_port):
+            raise ValueError("give HOST:PORT, or https://HOST:PORT with a TLS proxy of your own")
+        return address
 
     @model_validator(mode="after")
     def _refuse_two_budgets(self) -> Self:

@@ -206,7 +206,15 @@ def load_recipe(path: Path, ray: str | None = None) -> Recipe:
         given = getattr(recipe, name)
         if given is not None:
             paths[name] = (folder / given).resolve()
-    paths["tools"] = tuple((folder / tool).resolve() for tool in recipe.tools)
+    if recipe.runtime != "ssh":  # else they are folders of another machine
+        paths["tools"] = tuple((folder / tool).resolve() for tool in recipe.tools)
+    program = recipe.harbor_python
+    if program is not None and "/" in program:
+        # not resolved: the Python of an environment is a link
+        paths["harbor_python"] = str(folder.absolute() / Path(program).expanduser())
+    boxes = recipe.harbor_environment
+    if boxes is not None and boxes.endswith(".json"):
+        paths["harbor_environment"] = str((folder / Path(boxes).expanduser()).resolve())
     if recipe.harness is not None and recipe.harness.endswith(".toml"):
         paths["harness"] = str((folder / recipe.harness).resolve())
     held_out = recipe.evaluation

@@ -297,7 +297,7 @@ async def test_an_environment_that_does_not_start_may_start_later(tmp_path):
             {"type": "podman", "colour": 1},
             "Harbor's environment has no key colour; its keys are .*kwargs",
         ),
-        (PYTHON, {"type": "moon"}, "Input should be .*daytona"),
+        (PYTHON, {"type": "moon"}, "^Harbor: the key type of harbor_environment is 'moon': Input[^\n]*daytona"),
         (PYTHON, {"import_path": "no_such:Thing"}, "no_such"),
         (PYTHON, {"type": "daytona"}, "Daytona"),
     ],

@@ -28,6 +28,18 @@ def test_paths_are_relative_to_the_recipe_or_absolute(load, tmp_path):
     assert load(GOOD + 'publish_folder = "/dev/shm"\n').publish_folder == Path("/dev/shm")
 
 
+def test_programs_and_files_of_a_runtime_are_relative_to_the_recipe(load, tmp_path):
+    (tmp_path / "venv").symlink_to("/usr")
+    harbor = GOOD + 'runtime = "harbor"\n'
+    there = load(harbor + 'harbor_python = "venv/python"\nharbor_environment = "e.json"\n')
+    assert there.harbor_python == f"{tmp_path}/venv/python"
+    assert there.harbor_environment == f"{tmp_path}/e.json"
+    named = load(harbor + 'harbor_python = "python3"\nharbor_environment = "daytona"\n')
+    assert (named.harbor_python, named.harbor_environment) == ("python3", "daytona")
+    behind_ssh = load(GOOD + f'runtime = "ssh"\nssh = "machine"\ntools = ["{tmp_path}/venv"]\n')
+    assert behind_ssh.tools == (tmp_path / "venv",)
+
+
 def test_so_many_adapters_stay_loaded_that_sessions_ahead_keep_theirs(load):
     adapted = f'{GOOD}publish = "lora"\n'
     lora = "[lora]\nr = 1\n"

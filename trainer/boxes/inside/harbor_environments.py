@@ -33,6 +33,7 @@ from harbor.models.task.config import EnvironmentConfig as TaskEnvironment
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 from harbor.models.trial.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
+from pydantic import ValidationError
 
 METHODS = ("exec", "upload_file", "download_file")
 LINE_BYTES = 16 << 20
@@ -127,8 +128,10 @@ class Environments:
             return {"id": identity, **await operation[request.pop("op")](**request)}
         except (Exception, SystemExit) as error:  # Harbor exits for missing credentials
             permanent = isinstance(error, ValueError | ImportError | FileNotFoundError | SystemExit)
-            name = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
-            return {"id": identity, "error": f"{name}{error}", "permanent": permanent}
+            text = str(error)
+            if not isinstance(error, ValueError | SystemExit):  # their texts say enough
+                text = f"{type(error).__name__}: {text}"
+            return {"id": identity, "error": text, "permanent": permanent}
         except asyncio.CancelledError:
             return {"id": identity, "error": "it was stopped", "permanent": False}
         finally:
@@ -176,7 +179,15 @@ def _configured(environment: Fields) -> EnvironmentConfig:
     if unknown:
         known = ", ".join(sorted(EnvironmentConfig.model_fields))
         raise ValueError(f"Harbor's environment has no key {unknown[0]}; its keys are {known}")
-    return EnvironmentConfig.model_validate(environment)
+    try:
+        return EnvironmentConfig.model_validate(environment)
+    except ValidationError as error:
+        faults = []
+        for fault in error.errors():
+            key = ".".join(str(place) for place in fault["loc"])
+            what = f"the key {key} of harbor_environment is {fault['input']!r}"
+            faults.append(f"{what}: {fault['msg']}")
+        raise ValueError("; ".join(faults)) from error
 
 
 async def _delete(made: Any) -> None:

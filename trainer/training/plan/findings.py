@@ -193,3 +193,7 @@ def check_start(recipe: Recipe, machine: Machine) -> None:
         tasks = len(load_tasks(recipe.tasks, repositories=recipe.repositories))
         require_rows(recipe, tasks, f"{recipe.tasks} has {tasks} tasks")
     sampling(recipe)
+    if recipe.service is None:
+        tools = tuple(tool for tool in recipe.tools if tool.is_dir())  # others may come yet
+        recipe.model_copy(update={"tools": tools}).make_runtime()
+        recipe.options()
