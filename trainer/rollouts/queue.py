@@ -215,6 +215,19 @@ class SessionQueue:
         group.left.add(further)
         return further
 
+    def wait_again(self, session_id: str) -> bool:
+        """Let a session wait again, with its retries, if its node was lost before it began to run.
+
+        Call it when the node does nothing for it any more. Returns False for any other session.
+        """
+        attempt = self._attempts.get(session_id)
+        if attempt is None or attempt.stopped or attempt.node is not None:
+            return False
+        if attempt.phase not in ("preparing", "ready"):
+            return False
+        self._wake(session_id)
+        return True
+
     def cancel(self, name: str) -> None:
         """Stop a session, by the id of any attempt of it that has not ended, or all sessions of a group."""
         group = self._groups.get(name)
@@ -360,7 +373,7 @@ class SessionQueue:
         return None
 
     def _wake(self, session_id: str) -> None:
-        """Let a session wait for its retry, as the first time."""
+        """Let a session wait for a node, as the first time."""
         attempt = self._attempts[session_id]
         self._count(attempt, -1)
         attempt.phase = "waiting"

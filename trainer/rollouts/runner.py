@@ -41,6 +41,8 @@ class _SubmittedGroup:
     failures: Failures = field(default_factory=Failures)
     ended: list[Session] = field(default_factory=list)
     """Its sessions so far, in the order in which they ended."""
+    done: int = 0
+    """Number of those that are not retried."""
     running: dict[str, SessionAttempt] = field(default_factory=dict)
     submitted_at: float = field(default_factory=time.monotonic)
     begun_at: dict[str, float] = field(default_factory=dict)
@@ -61,8 +63,9 @@ class GroupRunner:
     """Sessions of groups that run beside each other on nodes. An async context manager.
 
     A session with the status `infrastructure` is retried, under the id of the next attempt, unless its task cannot be
-    run at all. So is a session whose node is lost. Nodes may be added and removed at any time; without one, sessions
-    wait, and deadlines and cancellations act.
+    run at all. So is a session that ran on a node that is lost. One that had not begun to run waits
+    for another node, with its retries. Nodes may be added and removed at any time; without one,
+    sessions wait, and deadlines and cancellations act.
 
     A node is lost when it raises an error, and after `give_up_after` consecutive infrastructure failures on it. `lost`
     is told of it. Without `lost` the block is cancelled when the last node is lost, and leaving it raises the node's
@@ -102,6 +105,8 @@ class GroupRunner:
         """Tasks that cannot be run, and were named."""
         self._tasks = asyncio.TaskGroup()
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = asyncio.Event()
+        """Set when a group has ended."""
         self._over = False
         """True when no session may start any more."""
         for node in nodes:
@@ -119,7 +124,8 @@ class GroupRunner:
     ) -> None:
         try:
             while kind is None and self._groups:  # one that waits for its retry has no task
-                await asyncio.wait([group.result for group in self._groups.values()])
+                self._closed.clear()
+                await self._closed.wait()
         except asyncio.CancelledError as error:
             kind, value, traceback = type(error), error, error.__traceback__
         self._over = True
@@ -184,11 +190,7 @@ class GroupRunner:
         if self._over:
             result.cancel()
             return result
-        if group.session_ids:
-            self._tally.total += len(group.session_ids)
-            self._tasks_seen.add(group.task.id)
         deadline = time.monotonic() + seconds
-        self._groups[group.group_id] = _SubmittedGroup(group, policy_version, deadline, apart, result)
         self._queue.submit(
             group.group_id,
             group.session_ids,
@@ -196,6 +198,11 @@ class GroupRunner:
             evaluates=group.evaluates,
             priority=priority,
         )
+        submitted = _SubmittedGroup(group, policy_version, deadline, apart, result)
+        self._groups[group.group_id] = submitted
+        if group.session_ids:
+            self._tally.total += len(group.session_ids)
+            self._tasks_seen.add(group.task.id)
         self._go_on_soon()
         return result
 
@@ -282,9 +289,8 @@ class GroupRunner:
 
     def _close(self, group_id: str) -> None:
         submitted = self._groups.pop(group_id)
-        places = {place_of(name) for name in submitted.group.session_ids}
-        ended = {place_of(session.session_id) for session in submitted.ended}
-        self._tally.total -= len(places - ended)
+        self._closed.set()
+        self._tally.total -= len(submitted.group.session_ids) - submitted.done
         if not submitted.result.done():
             submitted.result.set_result(submitted.ended)
 
@@ -309,8 +315,9 @@ class GroupRunner:
         _task: asyncio.Task[None],
     ) -> None:
         """End a session whose task was cancelled before its first step, so that none of its code ran."""
-        if submitted.running.pop(attempt.session_id, None) is None:
+        if submitted.running.get(attempt.session_id) is not attempt:
             return
+        del submitted.running[attempt.session_id]
         del self._running[attempt.session_id]
         self._note_end(submitted, attempt, node, None)
         self._go_on()
@@ -374,6 +381,8 @@ class GroupRunner:
     ) -> None:
         """Count a session that has ended, and let the queue retry it if it says nothing of the policy."""
         row = attempt.row
+        if row is None and self._is_lost(node) and self._queue.wait_again(attempt.session_id):
+            return
         if facts is None:
             again = self._is_lost(node) and (row is None or row.status in NOT_RUN)
         else:
@@ -382,6 +391,7 @@ class GroupRunner:
         if row is None:
             return
         self._tally.add(row, facts, again=further is not None)
+        submitted.done += further is None
         if facts is None:
             return
         submitted.failures.add(row, facts)

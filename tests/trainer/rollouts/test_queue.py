@@ -153,6 +153,29 @@ class Rollout(RuleBasedStateMachine):
         self.stopped.discard(session_id)
         self.act()
 
+    def unbegun(self):
+        """Return the sessions whose nodes were lost before they began to run."""
+        found = []
+        for session_id, phase in self.phases.items():
+            if phase in ("preparing", "ready") and not {session_id} & {*self.on, *self.stopped}:
+                found.append(session_id)
+        return sorted(found)
+
+    @precondition(lambda self: self.unbegun())
+    @rule(data=st.data())
+    def a_session_that_had_not_begun_to_run_waits_again(self, data):
+        session_id = data.draw(st.sampled_from(self.unbegun()))
+        assert self.queue.wait_again(session_id)
+        del self.phases[session_id]
+        for kind in ACTIVE:
+            del self.begun[session_id, kind]
+        self.act()
+
+    @rule()
+    def no_other_session_waits_again(self):
+        for session_id in {*self.phases} - {*self.unbegun()}:
+            assert not self.queue.wait_again(session_id)
+
     def finish(self, session_id):
         self.finished.add(place_of(session_id))
         for places in self.groups.values():
