@@ -115,8 +115,8 @@ class RecordedGroups:
         recorded = await asyncio.to_thread(self._recorded)
         try:
             async with self._make_runner() as runner:
-                self.runner = runner
                 async with self._book.changes:
+                    self.runner = runner
                     for name in [*self._book.open]:
                         await self.start(name, recorded)
                 recording = asyncio.create_task(self._keep_recording(runner))

@@ -17,9 +17,11 @@ import pytest
 
 import rolltap
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.service.requests import GroupRequest
 from rolltap.trainer.tasks.task import Task
+from tests.addons.harness import until
 from tests.conftest import free_port
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.rollouts.soak import processes
@@ -246,4 +248,30 @@ async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
     await asyncio.gather(ending, cancelling)
     assert [event["kind"] for _, event in groups.journal.read()] == ["accepted", "ended"]
     assert groups.view("a").state == "ended"
+    groups.journal.close()
+
+
+async def test_a_group_that_comes_while_the_runner_starts_is_run_once(tmp_path):
+    recorder = SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9")
+    worker = SimpleNamespace(recorder=recorder, config=RolloutConfig())
+    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
+    groups = Groups(worker, tasks, most=9, share=0.5)
+    await groups.load()
+    slow_disk = threading.Event()
+    groups.journal._thread.submit(slow_disk.wait)
+    submitting = asyncio.create_task(groups.submit(GroupRequest(id="a", task="words", sessions=1)))
+    await until(groups.book.changes.locked)
+    running = asyncio.create_task(groups.recorded.run())
+    await until(lambda: groups.book.changes._waiters)
+    slow_disk.set()
+    await submitting
+    await until(lambda: running.done() or groups.recorded.runner is not None)
+    await until(lambda: running.done() or groups.recorded.runner.counts["waiting"])
+    assert not running.done()
+    over = groups.book.open["a"].over
+    await groups.cancel("a")
+    await over.wait()
+    assert groups.view("a").state == "cancelled"
+    running.cancel()
+    await asyncio.wait([running])
     groups.journal.close()
