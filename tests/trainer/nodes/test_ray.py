@@ -136,6 +136,21 @@ async def test_a_node_that_is_gone_costs_the_sessions_that_ran_there(driver):
         await driver.run("g.0-2")
 
 
+async def test_an_error_that_nobody_thought_of_ends_the_sessions_of_its_node(driver, monkeypatch):
+    running = driver.run("g.0-0")
+    await driver.began("g.0-0")
+
+    def fail():
+        raise SystemError("the connection to the cluster is broken")
+
+    monkeypatch.setattr(driver.fleet.cluster, "nodes", fail)
+    driver.handle.error = ActorUnavailableError("it does not answer")
+    with pytest.raises(NodeLostError, match="the connection to the cluster is broken"):
+        await running
+    assert (await driver.following).args == ("the connection to the cluster is broken",)
+    assert driver.row("g.0-0").status == "infrastructure"
+
+
 async def test_a_session_whose_row_came_before_its_node_was_gone_has_ended(driver, monkeypatch):
     monkeypatch.setattr(driver.handle.actor, "_ended", Untold())
     task = driver.run("g.0-0")
