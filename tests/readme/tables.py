@@ -35,6 +35,10 @@ SKIPPED = {
     "rolltap env --proxy http://172.17.0.1:8080 --secret-file recorder.secret --session box-1 --harness codex \\": (
         "needs Docker and an image"
     ),
+    "ssh me@cpu.example.com 'python3 -m venv boxes && boxes/bin/pip install psutil pydantic'": (
+        "needs another machine; tests/trainer/boxes/test_ssh.py has an sshd"
+    ),
+    "pip install '.[record,otel]'": "needs a collector; tests/trainer/test_phases.py has one",
     "python3.12 -m venv harbor && harbor/bin/pip install 'harbor[daytona]==0.25.0'": (
         "needs an account; tests/trainer/boxes/test_harbor.py runs such a rollout"
     ),
@@ -71,6 +75,7 @@ FILES = {
     'name = "my-agent"': "my-agent.toml",
     "[evaluation]": "evaluation.toml",
     "[forks]": "forks.toml",
+    '{"id": "t", "instruction": "...", "allow"': "hosts.jsonl",
 }
 """Start of a block that shows a file -> the file's name. The shell blocks use these files."""
 
