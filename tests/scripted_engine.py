@@ -160,5 +160,7 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
 
     async def _hold(self):
         self.holding.set()
-        await self._released.wait()
-        self.holding.clear()
+        try:
+            await self._released.wait()
+        finally:  # of a client that hangs up, too
+            self.holding.clear()

@@ -30,10 +30,11 @@ class News:
         self._recorder = recorder
         self._before = len(recorder.rows("events"))
 
-    def __call__(self, kind="refused"):
-        """Return the session and the detail of each new event of `kind`."""
+    def __call__(self, kind="refused", session=None):
+        """Return the session and the detail of each new event of `kind`, of one session or of all."""
         rows = self._recorder.rows("events")[self._before :]
-        return [(row["session_id"], row["detail"]) for row in rows if row["kind"] == kind]
+        found = [(row["session_id"], row["detail"]) for row in rows if row["kind"] == kind]
+        return [event for event in found if session in (None, event[0])]
 
 
 def address(recorder):

@@ -73,7 +73,7 @@ def test_a_body_that_is_not_wanted_is_not_kept(recorder, news, kind, chunked):
         reply = read_head(connection)
     assert reply.startswith(b"HTTP/1.1 %d" % status)
     if kind == "too long":
-        assert news("rejected") == [("s1", "The request body is larger than 33,554,432 bytes.")]
+        assert news("rejected", "s1") == [("s1", "The request body is larger than 33,554,432 bytes.")]
 
 
 @bounded_memory
@@ -82,7 +82,11 @@ def test_a_small_body_that_becomes_large_is_refused_while_others_go_on(recorder,
     body = bomb.compress(bytes(1 << 30))
     assert len(body) < 100_000
     compressed = {"content": body, "headers": {"content-encoding": "zstd"}}
-    with recorder.client() as client, recorder.client("s2") as other, ThreadPoolExecutor() as threads:
+    with (
+        recorder.client("bomb") as client,
+        recorder.client("s2") as other,
+        ThreadPoolExecutor() as threads,
+    ):
         attack = threads.submit(lambda: [client.post(CHAT, **compressed) for _ in range(5)])
         answered = 0
         while not attack.done():
@@ -91,16 +95,16 @@ def test_a_small_body_that_becomes_large_is_refused_while_others_go_on(recorder,
     assert answered > 5
     assert [refused.status_code for refused in attack.result()] == [413] * 5
     assert all("larger than" in refused.json()["error"]["message"] for refused in attack.result())
-    assert len(news("rejected")) == 5
+    assert len(news("rejected", "bomb")) == 5
 
 
 @bounded_memory
 def test_a_body_that_cannot_be_decompressed_is_refused_in_the_words_of_the_api(recorder, news):
-    with recorder.client() as client:
+    with recorder.client("odd") as client:  # another session's bodies may still be there
         url = "https://api.anthropic.com/v1/messages"
         refused = client.post(url, content=b"not zstd", headers={"content-encoding": "zstd"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert len(news("rejected")) == 1
+    assert len(news("rejected", "odd")) == 1
 
 
 @bounded_memory
@@ -175,7 +179,7 @@ def test_json_of_millions_of_values_is_not_parsed(recorder, peak, body):
 @pytest.mark.deep  # a small body that becomes large keeps no other session waiting either
 def test_slow_decompression_keeps_no_other_session_waiting(recorder):
     body = gzip.compress(bytes(31 * MEGABYTE))
-    head = call().partition(b"Content-Length")[0] + b"Content-Encoding: gzip\r\n"
+    head = call(user="slow").partition(b"Content-Length")[0] + b"Content-Encoding: gzip\r\n"
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         attacks = [stack.enter_context(plain(recorder)) for _ in range(7)]
         for connection in attacks:
@@ -193,7 +197,8 @@ def test_slow_decompression_keeps_no_other_session_waiting(recorder):
 
 
 def test_unfinished_bodies_of_a_session_share_a_bounded_memory(recorder, peak):
-    head = call().partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % (31 * MEGABYTE)
+    head = call(user="unfinished").partition(b"Content-Length")[0]
+    head += b"Content-Length: %d\r\n\r\n" % (31 * MEGABYTE)
     with ExitStack() as stack, ThreadPoolExecutor(12) as threads:
         connections = [stack.enter_context(plain(recorder)) for _ in range(12)]
         for connection in connections:

@@ -7,7 +7,17 @@ import pytest
 
 from rolltap.trainer.boxes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
-from tests.security.raw import ask, call, credentials, over_tls, plain, read, read_head, tunnel
+from tests.security.raw import (
+    ask,
+    call,
+    credentials,
+    over_tls,
+    plain,
+    read,
+    read_head,
+    recording,
+    tunnel,
+)
 
 SECRET = "sk-very-secret"
 
@@ -88,10 +98,12 @@ def test_a_client_that_does_not_trust_the_certificate_is_recorded(recorder, news
     assert any(detail.startswith("TLS failed") for _, detail in news())
 
 
-# the last one: after it the recorder lists no refusal without a session, and only counts them
-def test_bad_requests_without_end_are_counted(recorder, news):
-    for _ in range(200):
-        ask(recorder, b"\x00\r\n\r\n", read)
-    details = [detail for session_id, detail in news() if session_id is None]
+def test_bad_requests_without_end_are_counted(tmp_path, tokenizer, tokenizer_folder):
+    # a recorder of its own: after them it lists no refusal without a session, and only counts them
+    with recording(tmp_path, tokenizer, tokenizer_folder) as recorder:
+        for _ in range(200):
+            ask(recorder, b"\x00\r\n\r\n", read)
+        events = recorder.rows("events")
+    details = [event["detail"] for event in events if event["session_id"] is None]
     assert len(details) < 80
     assert "128 refused so far" in details[-1]
