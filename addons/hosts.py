@@ -13,7 +13,7 @@ WEB_PORTS = ("80", "443")
 """Ports of an option that names none."""
 _HOST_AND_PORT = re.compile(r"(\[[^\]]*:[^\]]*\]|[^:]*):([^:]*)")
 _IN_NO_HOST = re.compile(r"[/@\s]")
-"""What a URL, a range of addresses or a list has, and no host."""
+"""Characters of a URL, a range of addresses or a list, which no host has."""
 
 
 class Pattern(NamedTuple):

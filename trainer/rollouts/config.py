@@ -167,6 +167,14 @@ class RolloutConfig(BaseModel):
                 "recorder, so remove it"
             )
 
+    def why_no_evaluations(self) -> str:
+        """Return why no session of this rollout can evaluate; empty if sessions can."""
+        port = self.recorder.get("listen_port")
+        if port in (None, "0"):
+            return ""
+        own = "evaluations have a recorder of their own, which cannot listen there too"
+        return f"the recorder has listen_port = {port}, and {own}"
+
     def slots(self, share: float = 0.0) -> Slots:
         """Return the slots of a node. Sessions that evaluate have this share of them, and one at least."""
         return Slots(

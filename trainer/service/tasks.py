@@ -37,6 +37,10 @@ def requested_task(request: GroupRequest, tasks: Mapping[str, Task], worker: Wor
 
     `hosts` are those that a client's own task may name, see `require_portable`. Raises `InputError`.
     """
+    why = worker.config.why_no_evaluations()
+    if request.evaluation and why:
+        fix = "leave it out, or start the service without listen_port and the runtime that needs it"
+        raise InputError(f"'evaluation' is true, and {why}: {fix}")
     if isinstance(request.task, str):
         if request.task not in tasks:
             raise InputError(f"'task' is {request.task!r}, which is not loaded; there are {some([*tasks])}")

@@ -246,9 +246,10 @@ def _faults(recipe: Recipe) -> Iterator[str]:
     if recipe.runtime not in ("container", "ssh") and (recipe.container_engine or recipe.container_arguments):
         what = 'container_engine and container_arguments are for runtime = "container"'
         yield f'{what}, not "{recipe.runtime}"'
-    if recipe.evaluation is not None and recipe.runtime == "harbor":
-        what = "[evaluation] has a recorder of its own, and recorder_address leads to that of the training"
-        yield f'{what}: remove [evaluation], or choose another runtime than "harbor"'
+    why = recipe.why_no_evaluations()
+    if recipe.evaluation is not None and why:
+        fix = "remove [evaluation], or listen_port and the runtime that needs it"
+        yield f"[evaluation] cannot run, because {why}: {fix}"
     if recipe.evaluation is not None and recipe.concurrency == 1:
         what = f"evaluation.share = {recipe.evaluation.share:g} leaves no slot for the training"
         yield f"{what} with concurrency = 1: set concurrency = 2 or more"

@@ -6,7 +6,10 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.container import ContainerRuntime
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
-from rolltap.trainer.service.tasks import require_portable
+from rolltap.trainer.rollouts.config import RolloutConfig
+from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.service.requests import GroupRequest
+from rolltap.trainer.service.tasks import requested_task, require_portable
 from rolltap.trainer.tasks.task import Task
 
 
@@ -109,3 +112,14 @@ def test_an_image_of_a_named_registry_or_of_this_machine_is_taken(image):
 def test_a_runtime_that_does_not_isolate_takes_no_task_of_a_request():
     with pytest.raises(InputError, match="does not hold code from requests"):
         require_portable(of_image(None), ProcessRuntime(), set())
+
+
+def test_a_group_cannot_evaluate_where_the_recorder_has_a_port_that_is_chosen(tmp_path):
+    config = RolloutConfig(recorder={"listen_port": "8899"})
+    worker = Worker(config, harness="pi", engine="http://127.0.0.1:1", model="m", out=tmp_path / "run")
+    task = Task(id="t", instruction="go", evaluate=["true"])
+    request = GroupRequest(id="g", task="t", sessions=1)
+    assert requested_task(request, {"t": task}, worker, ()) is task
+    evaluating = request.model_copy(update={"evaluation": True})
+    with pytest.raises(InputError, match=r"'evaluation' is true, .* listen_port = 8899"):
+        requested_task(evaluating, {"t": task}, worker, ())

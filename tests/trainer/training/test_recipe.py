@@ -122,7 +122,7 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + 'dtype = "float16"\n', "'dtype' is 'float16': Input should be 'bfloat16' or 'float32'"),
         (GOOD + 'publish = "nccl"\n', "'publish' is 'nccl': Input should be 'checkpoint' or 'lora'"),
         (GOOD + "[evaluation]\nevery = 2\n", r"'evaluation\.tasks' is missing"),
-        (GOOD + 'runtime = "harbor"\n' + HELD_OUT, r"\[evaluation\] has a recorder of its own"),
+        (GOOD + HELD_OUT + '[recorder]\nlisten_port = "8899"\n', r"\[evaluation\] .*listen_port = 8899"),
         (GOOD + HELD_OUT + "share = 1.0\n", r"'evaluation\.share' is 1\.0"),
         (GOOD + HELD_OUT + "share = 0\n", r"'evaluation\.share' is 0"),
         (GOOD + HELD_OUT + "every = 0\n", r"'evaluation\.every' is 0"),
