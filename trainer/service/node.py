@@ -145,7 +145,9 @@ class ServiceNode:
         rows = await asyncio.to_thread(table.refresh)
         found = {}
         for session in view.sessions:
-            found[_index(session.session_id, group.group_id)] = rows[session.session_id]
+            if session.session_id in rows:  # one that a kill interrupted gets its row later
+                index = _index(session.session_id, group.group_id)
+                found[index] = rows[session.session_id]
         return found
 
     async def _stop(self, there: _SentGroup, group_id: str, index: str) -> Session | None:

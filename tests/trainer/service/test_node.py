@@ -5,6 +5,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -13,10 +14,14 @@ from rolltap.addons.options import RecordedFrom
 from rolltap.errors import InputError, ServiceError
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.names import Version
+from rolltap.trainer.rollouts.node import SessionAttempt
 from rolltap.trainer.runs.views.training import EVALUATION
-from rolltap.trainer.service.node import ServiceWorker
+from rolltap.trainer.service.node import ServiceNode, ServiceWorker
+from rolltap.trainer.service.requests import GroupView, SessionView
 from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.steps import fork_group, placed, step_group
+from tests.factories import write_run
 from tests.scripted_engine import Say
 from tests.trainer.service.served import TWO_CALLS, program, serving
 
@@ -180,3 +185,39 @@ def test_a_group_that_the_service_refuses_ends_the_runner_with_its_message(servi
     group = step_group(Version("0a1b2c3d", 7, 0), 0, unknown, 2)
     with worker, pytest.raises(ServiceError, match="'nowhere', which is not loaded"):
         run_blocking(run(worker, group, []))
+
+
+class Killed:
+    """A client of a service that was killed, and has no engine since: its recorder has not written
+    the row of the session that the kill interrupted."""
+
+    url = "http://service"
+
+    async def submit(self, task, *, id, sessions, **_):
+        names = [f"{id}-{name}" for name in sessions]
+        sessions = [SessionView(session_id=names[0], status="cancelled")]
+        self.view = GroupView(
+            id=id,
+            task_id=task,
+            state="ended",
+            accepted_at=datetime.now(UTC),
+            session_ids=names,
+            sessions=sessions,
+            run="run",
+        )
+        return self.view
+
+    async def wait(self, name):
+        return self.view
+
+
+async def test_a_session_whose_row_is_not_written_yet_has_none(tmp_path):
+    write_run(tmp_path)
+    task = Task(id="words", instruction="go", evaluate=["true"])
+    group = step_group(Version("0a1b2c3d", 8, 0), 0, task, 1)
+    attempt = SessionAttempt(group.session_ids[0], group)
+
+    async def enter(phase): ...
+
+    await ServiceNode(Killed(), tmp_path, {}).run(attempt, enter)
+    assert attempt.row is None
