@@ -16,6 +16,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.harbor import HarborRuntime, take_changes
+from rolltap.trainer.boxes.inside import harbor_program
 from rolltap.trainer.boxes.runtime import Ended, ImageRuntime, Mount
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks.task import Build, Limits
@@ -109,7 +110,11 @@ async def test_all_that_a_program_left_is_killed_when_it_ends(tmp_path):
         assert wait_until_dead(int((spec.workspace / "pid").read_text()))
 
 
-async def test_a_program_is_stopped_at_its_time_and_its_changes_count(tmp_path):
+async def test_a_program_is_stopped_at_its_time_and_its_changes_count(tmp_path, monkeypatch):
+    """Its time begins here when it has come that far."""
+    come = "until [ -e {workdir}/made ]; do sleep 0.05; done; sleep {timeout:.3f}"
+    script = harbor_program._RUN.replace("sleep {timeout:.3f}", come)
+    monkeypatch.setattr(harbor_program, "_RUN", script)
     spec = make_spec(tmp_path)
     async with make_runtime(tmp_path).box(spec) as box:
         ended, said = await sh(box, "echo begun; touch made; exec sleep 1000", tmp_path / "log", timeout=0.5)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.boxes import wait_until_dead
 from tests.scripted_engine import Say, ScriptedEngine
 
 SLOTS = 8
@@ -109,3 +110,8 @@ def processes_below(folder):
             if str(folder) in line and "/ray/" not in line:
                 found[int(pid)] = line
     return found
+
+
+def left_below(folder):
+    """Return the `processes_below` a folder that do not end: a recorder takes its time."""
+    return {pid: line for pid, line in processes_below(folder).items() if not wait_until_dead(pid)}

@@ -19,7 +19,7 @@ from rolltap.trainer.nodes.worker import make_worker
 from rolltap.trainer.rollouts.resume import place_of
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
-from tests.trainer.nodes.conftest import SLOTS, processes_below
+from tests.trainer.nodes.conftest import SLOTS, left_below, processes_below
 from tests.trainer.service.served import GOOD, program, serving
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -124,7 +124,7 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
     assert len(lost) == SLOTS
     assert all("is gone" in row.error for row in lost)
     assert capsys.readouterr().out == ""  # where --json prints
-    assert processes_below(temporary) == {}
+    assert left_below(temporary) == {}
 
 
 @pytest.mark.deep  # short, a node is killed
@@ -150,7 +150,7 @@ def test_nodes_end_with_their_driver_and_the_next_one_completes_the_rollout(
     run = rolltap.open_run(tmp_path / "run")
     assert_whole(run, groups=2, sessions=4)
     assert {row.status for row in run.sessions()} <= {"completed", "cancelled"}
-    assert processes_below(temporary) == {}
+    assert left_below(temporary) == {}
     assert status(cluster) == []
 
 
@@ -175,7 +175,7 @@ def test_a_service_that_is_killed_completes_its_groups_on_new_nodes(
     assert (kinds["accepted"], kinds["ended"]) == (1, 1)
     assert len({place_of(name) for kind, name in events if kind == "session"}) == 6
     assert_whole(rolltap.open_run(tmp_path / "run"), groups=1, sessions=6)
-    assert processes_below(temporary) == {}
+    assert left_below(temporary) == {}
 
 
 def status(cluster):

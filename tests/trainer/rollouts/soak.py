@@ -22,6 +22,7 @@ import rolltap
 from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec
 from rolltap.trainer.rollouts import runner, worker
+from tests.boxes import wait_until_dead
 from tests.conftest import free_port
 from tests.scripted_engine import Reply, Say, ScriptedEngine
 
@@ -99,6 +100,11 @@ def processes(marker: str) -> dict[int, str]:
         except (OSError, ValueError):
             continue
     return found
+
+
+def left(marker: str) -> dict[int, str]:
+    """Return the `processes` that do not end. The recorder of a killed rollout takes its time."""
+    return {pid: line for pid, line in processes(marker).items() if not wait_until_dead(pid)}
 
 
 class BadLuck:

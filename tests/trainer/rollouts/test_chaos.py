@@ -18,7 +18,7 @@ from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.serve import EngineServer
 from rolltap.trainer.rollouts.resume import RERUN, place_of
 from tests.conftest import free_port, vllm_program
-from tests.trainer.rollouts.soak import processes
+from tests.trainer.rollouts.soak import left
 
 pytestmark = [pytest.mark.deep, pytest.mark.engine, pytest.mark.harness]
 
@@ -121,5 +121,5 @@ def test_every_sampled_token_is_accounted_for_and_nothing_is_left_behind(endured
     assert ledger.sampled == ledger.trained + sum(ledger.left_out.values()) > 0
     assert ledger.sampled == sum(len(call.completion_ids) for calls in run.calls.values() for call in calls)
     assert run.verify(progress=False).sound
-    assert processes(str(folder)) == {}
+    assert left(str(folder)) == {}
     assert list((folder / "tmp").glob("rolltap-*")) == []

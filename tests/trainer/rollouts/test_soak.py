@@ -8,7 +8,7 @@ import rolltap
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.resume import NOT_RUN, RERUN, place_of
-from tests.trainer.rollouts.soak import endure, processes
+from tests.trainer.rollouts.soak import endure, left
 
 ACTS = {5: "kill rolltap", 12: "kill the recorder", 18: "restart the engine", 24: "kill rolltap"}
 
@@ -62,5 +62,5 @@ def test_the_ledger_adds_up_and_the_run_is_sound(soaked):
 
 
 def test_no_process_and_no_workspace_is_left(soaked):
-    assert processes(str(soaked[0])) == {}
+    assert left(str(soaked[0])) == {}
     assert list((soaked[0] / "tmp").glob("rolltap-*")) == []

@@ -9,7 +9,7 @@ import pytest
 import rolltap
 from rolltap.trainer.rollouts.resume import RERUN, attempt_of, place_of
 from rolltap.trainer.runs.views.training import EVALUATION
-from tests.trainer.rollouts.soak import processes
+from tests.trainer.rollouts.soak import left
 from tests.trainer.service.bad_day import BadDay
 
 KILLS = ["kill the service", "kill the follower", "kill the recorder", "kill a judge", "kill the agents"]
@@ -131,5 +131,5 @@ def test_the_ledger_is_the_sum_of_the_groups_and_the_runs_are_sound(runs, calls,
 
 
 def test_no_process_and_no_workspace_is_left(day):
-    assert processes(str(day.folder)) == {}
+    assert left(str(day.folder)) == {}
     assert list((day.folder / "tmp").glob("rolltap-*")) == []

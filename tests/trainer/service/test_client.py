@@ -122,11 +122,14 @@ async def test_the_service_s_message_and_status_are_in_the_error(client, service
 
 
 async def test_events_go_on_after_a_broken_connection_where_they_broke(client, through, passing):
-    first, *_ = await past(client)
+    seen = await past(client)
+    after = None
+    if seen:
+        after = seen[0].cursor
     view = await client.submit("words", sessions=1)
-    events = through.events(first.cursor)
+    events = through.events(after)
     async for event in events:
-        if event.data["id"] == view.id:
+        if event.data.get("id") == view.id:
             break
     passing.cut()
     assert [((each := await anext(events)).kind, each.data["id"]) for _ in range(2)] == [
