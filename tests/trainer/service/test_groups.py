@@ -24,7 +24,7 @@ from rolltap.trainer.tasks.task import Task
 from tests.addons.harness import until
 from tests.conftest import free_port
 from tests.scripted_engine import Say, ScriptedEngine
-from tests.trainer.rollouts.soak import processes
+from tests.trainer.rollouts.soak import left, processes
 from tests.trainer.service.served import GOOD, hold, program, serving
 
 
@@ -59,7 +59,7 @@ def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(own_service,
     assert own_service.stop() == 130
     assert "group held: ended, 3 sessions\n" in own_service.said
     assert own_service.said.count(": completed, reward 1\n") + own_service.said.count(": cancelled, no reward\n") == 2
-    assert processes(str(tmp_path)) == {}
+    assert left(str(tmp_path)) == {}
     assert rolltap.open_run(own_service.run).verify(progress=False).sound
 
 
