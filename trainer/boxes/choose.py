@@ -80,19 +80,17 @@ def make_runtime(
             return SshRuntime(machine, {"name": kind, **settings})
         return SshImageRuntime(machine, {"name": kind, **settings})
     _refuse(name, ssh=ssh, ssh_kind=ssh_kind, ssh_python=ssh_python, ssh_arguments=[*ssh_arguments])
-    if name == "process" and tools:
-        raise InputError(
-            f'tools = {[str(tool) for tool in tools]} has no meaning with runtime = "process", which sees all folders: '
-            "remove it"
-        )
+    if name == "process":
+        _refuse(name, ", which sees all folders", tools=[str(tool) for tool in tools])
     if name != "container":
         _refuse(name, container_engine=container_engine, container_arguments=arguments)
     folders = [_folder(tool) for tool in tools]
     if name == "harbor":
         if harbor_python is None or harbor_environment is None:
             raise InputError(
-                'runtime = "harbor" needs harbor_python (--harbor-python), the Python of an environment with Harbor, '
-                "and harbor_environment (--harbor-environment), such as daytona"
+                'runtime = "harbor" needs harbor_python (--harbor-python), the Python of an '
+                "environment with Harbor, and harbor_environment (--harbor-environment), such as "
+                "daytona"
             )
         return HarborRuntime(
             Path(harbor_python).expanduser(),
@@ -114,16 +112,17 @@ def make_runtime(
     return ContainerRuntime(container_engine, container_arguments, tools=folders, build=build)
 
 
-def _refuse(name: str, kind: str = "", /, **settings: Any) -> None:
-    """Raise `InputError` for a setting that a runtime does not have. `kind` says more of it."""
+def _refuse(name: str, which: str = "", /, **settings: Any) -> None:
+    """Raise `InputError` for a setting that a runtime does not have. `which` describes it."""
     for key, value in settings.items():
         if value:
-            where = f'with runtime = "{name}"{kind}'
+            where = f'with runtime = "{name}"{which}'
             raise InputError(f"{key} = {value!r} has no meaning {where}: remove it")
 
 
 def _folder(tool: str | Path) -> Path:
     folder = Path(tool).expanduser().absolute()
     if not folder.is_dir():
-        raise InputError(f'tools names "{tool}", which is no folder: write the folder of an installed program')
+        fix = "write the folder of an installed program"
+        raise InputError(f'tools names "{tool}", which is no folder: {fix}')
     return folder

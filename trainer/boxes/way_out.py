@@ -1,4 +1,5 @@
-"""The one way out of a box: a port on the box's own loopback, at which the recorder accepts connections."""
+"""The one way out of a box: a port on the box's own loopback, at which the recorder accepts
+connections."""
 
 import os
 import socket
@@ -56,8 +57,10 @@ def listening_socket(pid: int, port: int) -> socket.socket:
         message, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
         process.wait()
     if not descriptors:
-        why = message.decode(errors="replace") or f"listener.py ended with status {process.returncode}"
-        raise OSError(f"port {port} cannot be opened in the network namespace of process {pid}: {why}")
+        status = f"listener.py ended with status {process.returncode}"
+        why = message.decode(errors="replace") or status
+        where = f"in the network namespace of process {pid}"
+        raise OSError(f"port {port} cannot be opened {where}: {why}")
     listener = socket.socket(fileno=descriptors[0])
     listener.setblocking(False)
     os.set_inheritable(listener.fileno(), False)

@@ -18,7 +18,7 @@ CLOCK_SECONDS = 5.0
 """Largest difference of two clocks: rows have times, and rollouts have deadlines."""
 
 
-class Machine(NamedTuple):
+class Installation(NamedTuple):
     """A node's versions, and the seconds of its clock since 1970."""
 
     rolltap: str
@@ -43,8 +43,8 @@ class Examined:
     engines: list[str]
 
 
-def machine_reader() -> Callable[[], tuple[str, str, float]]:
-    """Return a function that reads a `Machine`.
+def installation_reader() -> Callable[[], tuple[str, str, float]]:
+    """Return a function that reads a `Installation`.
 
     It is sent by value: a node may have another rolltap, or none.
     """
@@ -101,21 +101,21 @@ def examine(
         return Failure.of(error, node)
 
 
-def require_alike_machines(own: Machine, asked: float, nodes: Mapping[str, Machine]) -> None:
-    """Refuse machines that differ from this one, which were asked at the time `asked`.
+def require_alike_installations(own: Installation, asked: float, nodes: Mapping[str, Installation]) -> None:
+    """Refuse nodes that differ from this machine. They were asked at the time `asked`.
 
     Raises `InputError`.
     """
-    for name, machine in nodes.items():
+    for name, node in nodes.items():
         versions = {
-            "rolltap": (machine.rolltap, own.rolltap),
-            "Python": (machine.python, own.python),
+            "rolltap": (node.rolltap, own.rolltap),
+            "Python": (node.python, own.python),
         }
         for what, (theirs, ours) in versions.items():
             if theirs != ours:
                 both = f"{theirs}, and this machine {ours}: install the same on both"
                 raise InputError(f"node {name} has {what} {both}")
-        apart = max(asked - machine.clock, machine.clock - own.clock)
+        apart = max(asked - node.clock, node.clock - own.clock)
         if apart > CLOCK_SECONDS:
             why = f"{apart:.0f} s off this machine's: synchronise them (NTP)"
             raise InputError(f"the clock of node {name} is {why}")

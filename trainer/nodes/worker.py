@@ -30,11 +30,11 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import Advance
 from rolltap.trainer.nodes.attach import FleetRunner, attached
 from rolltap.trainer.nodes.facts import (
-    Machine,
+    Installation,
     examine,
-    machine_reader,
+    installation_reader,
     require_alike,
-    require_alike_machines,
+    require_alike_installations,
 )
 from rolltap.trainer.nodes.fleet import Fleet
 from rolltap.trainer.nodes.messages import Setup
@@ -82,12 +82,12 @@ class FleetWorker(Worker):
                 "at that address, and weights are published to this machine's alone: give an "
                 "address that is the same on all nodes"
             )
-        own = Machine(*machine_reader()())
+        own = Installation(*installation_reader()())
         asked = time.time()
-        machines = {}
-        for name, machine in cluster.call_on_all(machine_reader(), lambda _: ()).items():
-            machines[name] = Machine(*machine)
-        require_alike_machines(own, asked, machines)
+        nodes = {}
+        for name, read in cluster.call_on_all(installation_reader(), lambda _: ()).items():
+            nodes[name] = Installation(*read)
+        require_alike_installations(own, asked, nodes)
         # a node may see these files on a shared disk
         files = (self.recorder.path.absolute(), *(path.absolute() for path in private))
         self._fleet.setup = replace(self._fleet.setup, private=files)

@@ -34,12 +34,13 @@ async def serve(
 ) -> None:
     """Serve the rollouts of a worker that has not started, until it is cancelled or gets a signal.
 
-    `port` 0 is a free one; `say` is told the URL. The token file is made if it does not exist. At most `queue` sessions
-    wait or run. Tasks of requests may name the hosts `allow_host`, see `require_portable`.
+    `port` 0 is a free one; `say` is told the URL. The token file is made if it does not exist. At
+    most `queue` sessions wait or run. Tasks of requests may name the hosts `allow_host`, see
+    `require_portable`.
 
-    Raises `MissingPackageError` without FastAPI and uvicorn, `InputError` for wrong tasks, harness or runtime,
-    `EngineError` when no engine answers, `RunError` when another rollout runs in the folder, and `OSError` for
-    the address and the files.
+    Raises `MissingPackageError` without FastAPI and uvicorn, `InputError` for wrong tasks, harness
+    or runtime, `EngineError` when no engine answers, `RunError` when another rollout runs in the
+    folder, and `OSError` for the address and the files.
     """
     try:
         import uvicorn
@@ -92,11 +93,13 @@ async def serve(
                 say(f"the service listens at {url}, with {len(fitting)} tasks")
                 say(f"the run in the browser: {url}/view/?token={reading_token(token)}")
                 if not ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
-                    say(f"warning: {host} is reached from other machines; whoever has the token runs code here")
+                    what = "is reached from other machines; whoever has the token runs code here"
+                    say(f"warning: {host} {what}")
                 await server.serve(sockets=[listening])
             finally:
                 running.cancel()
-                # uvicorn raises its signal again, which cancels this task: the recorder and the folders end first
+                # uvicorn raises its signal again, which cancels this task: the recorder and the
+                # folders end first
                 if await wait_for_end(running):
                     raise asyncio.CancelledError
             if not running.cancelled():
@@ -106,7 +109,10 @@ async def serve(
 
 
 def _say_weights(worker: Worker, say: Callable[[str], None]) -> None:
-    """Say what the engines serve. Raises `EngineError`, but for an engine that is silent beside one that is not."""
+    """Say what the engines serve.
+
+    Raises `EngineError`, but for an engine that is silent beside one that is not.
+    """
     try:
         worker.weights(say)
     except EngineError as error:
@@ -118,11 +124,15 @@ def _say_weights(worker: Worker, say: Callable[[str], None]) -> None:
 
 
 def read_token(file: Path) -> str:
-    """Return the token of a file, which is made if it does not exist. Raises `InputError` and `OSError`."""
+    """Return the token of a file, which is made if it does not exist.
+
+    Raises `InputError` and `OSError`.
+    """
     make_key(file)
     token = file.read_text().strip()
     if len(token) < 16 or not token.isascii() or " " in token:
-        raise InputError(f"the token file {file} does not hold one word of at least 16 characters: remove it")
+        what = "does not hold one word of at least 16 characters"
+        raise InputError(f"the token file {file} {what}: remove it")
     if file.stat().st_mode & 0o077:
         raise InputError(f"the token file {file} can be read by other users: chmod 600 {file}")
     return token

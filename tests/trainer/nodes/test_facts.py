@@ -3,11 +3,17 @@
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError, RolltapError, UnreadableModelError
-from rolltap.trainer.nodes.facts import Examined, Machine, machine_reader, require_alike, require_alike_machines
+from rolltap.trainer.nodes.facts import (
+    Examined,
+    Installation,
+    installation_reader,
+    require_alike,
+    require_alike_installations,
+)
 from rolltap.trainer.nodes.messages import Failure
 from rolltap.trainer.tasks.task import Task
 
-OWN = Machine("0.1.0", "3.11", 1000.0)
+OWN = Installation("0.1.0", "3.11", 1000.0)
 TASK = Task(id="t", instruction="go", evaluate=["true"])
 
 
@@ -27,17 +33,17 @@ def examined(digest="d", **key):
 )
 def test_machines_that_differ_are_named(machine, message):
     with pytest.raises(InputError, match=message):
-        require_alike_machines(OWN, 1000.0, {"a": OWN, "b": machine})
+        require_alike_installations(OWN, 1000.0, {"a": OWN, "b": machine})
 
 
 def test_an_answer_that_took_a_while_is_no_difference_of_clocks():
-    require_alike_machines(OWN._replace(clock=1060.0), 1000.0, {"a": OWN._replace(clock=1030.0)})
+    require_alike_installations(OWN._replace(clock=1060.0), 1000.0, {"a": OWN._replace(clock=1030.0)})
 
 
 def test_the_reader_of_a_machine_needs_nothing_of_rolltap():
-    assert "<locals>" in machine_reader().__qualname__  # such a function is sent by value
-    read = Machine(*machine_reader()())
-    require_alike_machines(read, read.clock, {"this": read})
+    assert "<locals>" in installation_reader().__qualname__  # such a function is sent by value
+    read = Installation(*installation_reader()())
+    require_alike_installations(read, read.clock, {"this": read})
 
 
 @pytest.mark.parametrize(

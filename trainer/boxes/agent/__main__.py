@@ -107,6 +107,9 @@ async def _box(stream: Stream, runtime: Runtime, request: Mapping[str, Any]) -> 
                     channels.append(await stack.enter_async_context(Channel(source)))
                 mounts.append(Mount(source, mount["target"], mount["writable"]))
             proxy = request["proxy"]
+            accept = None
+            if proxy is not None:
+                accept = partial(_accept, proxy, asyncio.get_running_loop())
             spec = BoxSpec(
                 name=request["name"],
                 workspace=folder / "workspace",
@@ -116,17 +119,13 @@ async def _box(stream: Stream, runtime: Runtime, request: Mapping[str, Any]) -> 
                 image=request["image"],
                 limits=Limits(**request["limits"]),
                 proxy=proxy,
-                accept=None if proxy is None else partial(_accept, proxy, loop=_loop()),
+                accept=accept,
             )
             box = await stack.enter_async_context(runtime.box(spec))
             await stream.send({"workdir": box.workdir, "home": box.home, "proxy": box.proxy})
             await _serve_box(stream, box, spec, channels, folder / "log")
     finally:
         await run_to_end(remove_folder, folder)
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()
 
 
 def _make_runtime(settings: Mapping[str, Any]) -> Runtime:
@@ -146,7 +145,9 @@ def _told(error: Exception) -> dict[str, Any]:
     told: dict[str, Any] = {"text": str(error), "permanent": isinstance(error, RolltapError)}
     if isinstance(error, OSError) and error.errno is not None:
         told |= {"text": error.strerror, "errno": error.errno}
-        told["filename"] = None if error.filename is None else str(error.filename)
+        told["filename"] = None
+        if error.filename is not None:
+            told["filename"] = str(error.filename)
     return told
 
 
@@ -162,7 +163,13 @@ async def _receive_folder(stream: Stream, folder: Path) -> None:
             raise OSError("the folders of the box did not arrive as they were sent")
 
 
-async def _serve_box(stream: Stream, box: Box, spec: BoxSpec, channels: Sequence[Channel], log: Path) -> None:
+async def _serve_box(
+    stream: Stream,
+    box: Box,
+    spec: BoxSpec,
+    channels: Sequence[Channel],
+    log: Path,
+) -> None:
     """Run the programs that a stream names, one after another, until the stream is closed."""
     before = await in_folder_thread(stamps, spec.workspace)
     limit = spec.limits.of_isolated().disk_gib
@@ -172,7 +179,8 @@ async def _serve_box(stream: Stream, box: Box, spec: BoxSpec, channels: Sequence
         log.unlink(missing_ok=True)
         env: dict[str, str] = request["env"]
         # programs are where this machine has them
-        env["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), env.get("PATH")]))
+        paths = [os.environ.get("PATH"), env.get("PATH")]
+        env["PATH"] = os.pathsep.join(filter(None, paths))
         running = box.run(request["command"], env=env, timeout=request["timeout"], log=log)
         try:
             ended = await _run(stream, running, log)
@@ -232,7 +240,11 @@ def _read(log: Path, begin: int) -> bytes:
 
 
 @contextmanager
-def _accept(proxy: str, listener: socket.socket, *, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+def _accept(
+    proxy: str,
+    loop: asyncio.AbstractEventLoop,
+    listener: socket.socket,
+) -> Iterator[None]:
     """Pass on the connections at a socket to `proxy` (`HOST:PORT`). Entered in a thread."""
     relaying = asyncio.run_coroutine_threadsafe(_relay(listener.dup(), proxy), loop)
     try:
