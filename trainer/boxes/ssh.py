@@ -27,14 +27,16 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 import rolltap.addons
 import rolltap.trainer
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.inside.archive import delete, pack, unpack, write_pipe
 from rolltap.trainer.boxes.inside.frames import Connection, LostError, Stream
-from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, scratch_folder
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason, scratch_folder
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_blocking, wait_for_end
 
 _BOOT = Path(__file__).with_name("inside") / "boot.py"
@@ -56,6 +58,8 @@ _NOT_CONNECTED = 255
 """Exit status of ssh(1) for an error of its own; others are those of the program on the machine."""
 _CONNECT_SECONDS = 60.0
 _END_SECONDS = 20.0
+_TAKEN_BYTES = 80 << 20
+"""Most bytes of an output or a verdict. A machine that keeps to its agent sends less."""
 _GIB = 1 << 30
 
 
@@ -232,13 +236,45 @@ def _text(said: bytes) -> str:
     return said.decode(errors="replace").strip()[-_SAID_BYTES:]
 
 
+class _Message(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class _Made(_Message):
+    workdir: str
+    home: str
+    proxy: str | None
+
+
+class _Told(_Message):
+    status: int | None
+    stopped: StopReason | None
+    gone: list[str]
+    pipes: list[int]
+
+
+class _Digest(_Message):
+    digest: str
+
+
+class _Error(_Message):
+    text: str
+    permanent: bool = False
+    errno: int | None = None
+    filename: str | None = None
+
+
+M = TypeVar("M", bound=_Message)
+
+
 class SshBox:
     """A box on a machine, which is one stream of the connection to it."""
 
     def __init__(self, host: str, stream: Stream, spec: BoxSpec, made: Mapping[str, Any]) -> None:
-        self.workdir: str = made["workdir"]
-        self.home: str = made["home"]
-        self.proxy: str | None = made["proxy"]
+        read = _read(_Made, made)
+        self.workdir = read.workdir
+        self.home = read.home
+        self.proxy = read.proxy
         self._host = host
         self._stream = stream
         self._spec = spec
@@ -254,23 +290,27 @@ class SshBox:
     async def _run(self, command: Sequence[str], env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         stream = self._stream
         await stream.send({"command": list(command), "env": dict(env), "timeout": timeout})
+        left = _TAKEN_BYTES
         with log.open("wb", buffering=0) as output:
             while chunk := await stream.receive_bytes():
-                output.write(chunk)
-        told = _checked(self._host, await stream.receive())
-        ended = Ended(told["status"], told["stopped"])
+                output.write(chunk[:left])
+                left = max(0, left - len(chunk))
+        told = _read(_Told, _checked(self._host, await stream.receive()))
+        if len(told.pipes) != len(self._pipes):
+            raise LostError("it tells of pipes that the box does not have")
+        ended = Ended(told.status, told.stopped)
         limit = self._spec.limits.of_isolated().disk_gib
         assert limit is not None
         with tempfile.TemporaryFile() as file:
             is_whole = await _receive_file(stream, file, int(limit * _GIB))
-            await in_folder_thread(delete, self._spec.workspace, told["gone"])
+            await in_folder_thread(delete, self._spec.workspace, told.gone)
             file.seek(0)
             if not await in_folder_thread(unpack, file, self._spec.workspace, int(limit * _GIB)):
                 is_whole = False
-        for pipe, opened in zip(self._pipes, told["pipes"], strict=True):
+        for pipe, opened in zip(self._pipes, told.pipes, strict=True):
             content = bytearray()
             while chunk := await stream.receive_bytes():
-                content += chunk
+                content += chunk[: _TAKEN_BYTES - len(content)]
             await asyncio.to_thread(write_pipe, pipe, bytes(content), opened)
         if not is_whole:
             return Ended(None, "disk")
@@ -292,14 +332,22 @@ async def _receive_file(stream: Stream, file: IO[bytes], limit: int) -> bool:
 
 def _checked(host: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message of a machine. Raises the error that it tells: `OSError` or `InputError`."""
-    error = message.get("error")
-    if error is None:
+    if message.get("error") is None:
         return message
-    if error.get("permanent"):
-        raise InputError(f"on the machine {host}: {error['text']}")
-    if error.get("errno") is not None:
-        raise OSError(error["errno"], error["text"], error["filename"])
-    raise OSError(error["text"])
+    error = _read(_Error, message["error"])
+    if error.permanent:
+        raise InputError(f"on the machine {host}: {error.text}")
+    if error.errno is not None:
+        raise OSError(error.errno, error.text, error.filename)
+    raise OSError(error.text)
+
+
+def _read(kind: type[M], message: object) -> M:
+    """Return what a machine tells. Raises `LostError` for what its agent does not."""
+    try:
+        return kind.model_validate(message)
+    except ValidationError as error:
+        raise LostError("it does not tell what its agent does") from error
 
 
 def _lost(host: str, error: LostError) -> ConnectionError:
@@ -381,8 +429,8 @@ class SshRuntime:
 
     def image_digest(self, image: str) -> str:
         """Return the digest of an image that the machine has, or pulls. Raises as `box`."""
-        digest: str = run_blocking(self._ask({"do": "digest", "image": image}))["digest"]
-        return digest
+        answer = run_blocking(self._ask({"do": "digest", "image": image}))
+        return _read(_Digest, answer).digest
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[SshBox]:
@@ -411,10 +459,10 @@ class SshRuntime:
                         await in_folder_thread(pack, file, parts)
                         file.seek(0)
                         await stream.send_file(file)
-                    made = _checked(host, await stream.receive())
+                    box = SshBox(host, stream, spec, _checked(host, await stream.receive()))
                 except LostError as error:
                     raise _lost(host, error) from error
-                yield SshBox(host, stream, spec, made)
+                yield box
             finally:
                 if await wait_for_end(asyncio.ensure_future(stream.close())):
                     raise asyncio.CancelledError

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import psutil
 import pytest
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes import ssh
 from rolltap.trainer.boxes.agent.__main__ import PREFIX
 from rolltap.trainer.boxes.container import root_folder_digest
 from rolltap.trainer.boxes.runtime import Ended, Mount
+from rolltap.trainer.boxes.ssh import SshBox
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks.task import Limits
 from tests.boxes import (
@@ -358,3 +361,69 @@ async def test_containers_of_images_that_the_machine_has(podman, machine, tmp_pa
         assert "3606" not in output
     assert not any(tmp_path.name in name for name in containers())
     assert machine.left() == []
+
+
+class Hostile:
+    """The stream of a box on a machine that sends what it wants."""
+
+    def __init__(self, *received):
+        self.received = [*received]
+
+    async def send(self, message):
+        pass
+
+    async def receive(self):
+        return self.received.pop(0)
+
+    receive_bytes = receive
+
+
+@asynccontextmanager
+async def verdict(folder):
+    """Yield the parts of a box that has a pipe for a verdict, and its reader."""
+    async with Channel(folder / "verdict") as channel:
+        yield spec_in(folder, mounts=[Mount(folder / "verdict", "/verdict")]), channel
+
+
+MADE = {"workdir": "/", "home": "/", "proxy": None}
+ENDED = {"status": 0, "stopped": None, "gone": [], "pipes": [1]}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {**ENDED, "status": "0"},
+        {**ENDED, "stopped": "by me"},
+        {**ENDED, "gone": None},
+        {**ENDED, "gone": [1]},
+        {**ENDED, "pipes": []},
+        {**ENDED, "pipes": [[]]},
+        {"error": "no"},
+        {"error": {}},
+        {"error": {"text": "no", "errno": "no"}},
+    ],
+    ids=range(10),
+)
+async def test_what_a_hostile_machine_tells_is_a_fault_of_the_machine(tmp_path, told):
+    async with verdict(tmp_path) as (spec, _):
+        box = SshBox("that", Hostile(b"", told, b"", b""), spec, MADE)
+        with pytest.raises(ConnectionError, match="the connection to the machine that was lost"):
+            await box.run(["true"], env=ENV, timeout=60, log=tmp_path / "log")
+
+
+async def test_what_a_hostile_machine_sends_leads_nowhere_and_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(ssh, "_TAKEN_BYTES", 5)
+    (tmp_path / "secret").write_text("kept")
+    gone = ["../secret", "/etc/passwd", "a\0b", "\ud800", "file"]
+    sent = [b"aaa", b"bbb", b"", {**ENDED, "gone": gone}, b"no archive", b"", b"0.55", b"555", b""]
+    async with verdict(tmp_path) as (spec, channel):
+        (spec.workspace / "file").write_text("gone")
+        box = SshBox("that", Hostile(*sent), spec, MADE)
+        ended = await box.run(["true"], env=ENV, timeout=60, log=tmp_path / "log")
+        channel.read()
+    assert ended == Ended(None, "disk")
+    assert (tmp_path / "log").read_text() == "aaabb"
+    assert channel.content == b"0.555"
+    assert (tmp_path / "secret").exists()
+    assert not (spec.workspace / "file").exists()

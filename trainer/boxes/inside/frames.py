@@ -181,9 +181,11 @@ class Connection:
             number, kind, length = _HEADER.unpack(await self._read(_HEADER.size))
             if length > _MAX_BYTES:
                 raise LostError("it sends no frames")
+            if kind == _DATA and length > CHUNK:
+                raise LostError("it sends no frames")
             content = await self._read(length)
             if kind == _OPEN and self._serve is not None:
-                self._begin(number, json.loads(content))
+                self._begin(number, _message(content))
                 continue
             stream = self._streams.get(number)
             if stream is None:
@@ -193,7 +195,7 @@ class Connection:
             elif kind == _CLOSE:
                 stream.end()
             elif kind == _MESSAGE:
-                await stream.take(json.loads(content))
+                await stream.take(_message(content))
             elif kind == _DATA:
                 await stream.take(content)
 
@@ -221,3 +223,14 @@ class Connection:
             task.exception()  # the task has told it
         if not self.why:
             self._writer.write(_HEADER.pack(number, _CLOSE, 0))
+
+
+def _message(content: bytes) -> dict[str, Any]:
+    """Return the message of a frame. Raises `LostError` for what is none, and `ValueError`."""
+    try:
+        message = json.loads(content)
+    except RecursionError as error:
+        raise LostError("it sends no messages") from error
+    if not isinstance(message, dict):
+        raise LostError("it sends no messages")
+    return message

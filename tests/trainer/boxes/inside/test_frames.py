@@ -1,5 +1,6 @@
 import asyncio
 import socket
+import struct
 from contextlib import asynccontextmanager
 
 import pytest
@@ -131,9 +132,26 @@ async def test_a_side_that_says_that_it_is_alive_is_not_lost(monkeypatch):
     await running
 
 
-@pytest.mark.parametrize("content", [b"\0\0\0\1\0\xff\xff\xff\xff", b"\0\0\0\1\0\0\0\0\1x"])
+def frame(kind, content):
+    return struct.pack(">IBI", 1, kind, len(content)) + content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\0\0\0\1\0\xff\xff\xff\xff",
+        frame(0, b"x"),
+        frame(0, b"[]"),
+        frame(0, b"[" * 10_000),
+        frame(0, b"{}") + frame(1, b"[]"),
+        frame(0, b"{}") + frame(1, b"[" * 10_000),
+        frame(0, b"{}") + frame(2, b"x" * (frames.CHUNK + 1)),
+    ],
+    ids=range(7),
+)
 async def test_what_is_no_frame_ends_the_connection(content):
     async def serve(stream):
+        await stream.receive()
         await stream.receive()
 
     ours, theirs = socket.socketpair()
