@@ -79,6 +79,7 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
         """Set when a client disconnects during a generation."""
         self.holding = threading.Event()
         """Set while a generation waits for `release()`."""
+        self._held = 0
 
     def release(self):
         """Let held generations continue."""
@@ -159,8 +160,11 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
             await self._hold()
 
     async def _hold(self):
+        self._held += 1
         self.holding.set()
         try:
             await self._released.wait()
         finally:  # of a client that hangs up, too
-            self.holding.clear()
+            self._held -= 1
+            if not self._held:
+                self.holding.clear()

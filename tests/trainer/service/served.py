@@ -130,6 +130,7 @@ class Served:
 def hold(engine):
     """Let the next call wait for `engine.release()`."""
     engine.loop.call_soon_threadsafe(engine._released.clear)
+    engine.holding.clear()  # of a call whose client has gone a moment ago
     engine.replies.append(Say("good.", hold_after=1))
 
 
