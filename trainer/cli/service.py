@@ -6,7 +6,14 @@ from typing import Any
 import click
 
 from rolltap.rollouts import serve_rollouts
-from rolltap.trainer.cli.options import OUT, command, engine_option, harness_option, rollout_options, set_option
+from rolltap.trainer.cli.options import (
+    OUT,
+    command,
+    engine_option,
+    harness_option,
+    rollout_options,
+    set_option,
+)
 from rolltap.trainer.console import plain_console
 from rolltap.types import Budget, RolloutConfig
 
@@ -18,19 +25,38 @@ from rolltap.types import Budget, RolloutConfig
 )
 @set_option
 @click.argument("run", type=OUT)
-@click.option("--tasks", type=click.Path(path_type=Path, exists=True), required=True, help="Tasks, as of `rollout`.")
+@click.option(
+    "--tasks",
+    type=click.Path(path_type=Path, exists=True),
+    required=True,
+    help="Tasks, as of `rollout`.",
+)
 @harness_option(required=True)
 @engine_option(help="URL of the vLLM server; separate several with commas.")
-@click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer.")
+@click.option(
+    "--model",
+    required=True,
+    help="Folder or name of the served model, for its tokenizer.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8900, show_default=True, help="Port; 0 is a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8900,
+    show_default=True,
+    help="Port; 0 is a free one.",
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File with the token of clients; made if it does not exist. By default service.token in RUN.",
 )
 @click.option(
-    "--queue", type=click.IntRange(1), default=4096, show_default=True, help="Most sessions that wait or run."
+    "--queue",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    help="Most sessions that wait or run.",
 )
 @click.option(
     "--evaluation-share",
@@ -43,12 +69,18 @@ from rolltap.types import Budget, RolloutConfig
     "--allow-host",
     multiple=True,
     metavar="HOST[:PORT]",
-    help="Host that a client's own task may name: of an LLM judge, in 'allow' of the task or of its judge, or as the "
-    "registry of an image (docker.io is one).",
+    help="Host that a client's own task may name: of an LLM judge, in 'allow' of the task or of its "
+    "judge, or as the registry of an image (docker.io is one).",
 )
 @rollout_options
 def service_command(
-    run: Path, tasks: Path, preset: str, engine: str, model: str, settings: dict[str, list[str]], **given: Any
+    run: Path,
+    tasks: Path,
+    preset: str,
+    engine: str,
+    model: str,
+    settings: dict[str, list[str]],
+    **given: Any,
 ) -> None:
     """Serve rollouts by HTTP.
 
@@ -58,7 +90,8 @@ def service_command(
     /docs for the interface and /health for what is wrong.
     """
     budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
-    how = {name: given.pop(name) for name in ("host", "port", "token_file", "queue", "evaluation_share", "allow_host")}
+    own = ("host", "port", "token_file", "queue", "evaluation_share", "allow_host")
+    how = {name: given.pop(name) for name in own}
     config = RolloutConfig.of({**given, "budget": budget, "recorder": settings})
     how["say"] = plain_console().print
     serve_rollouts(tasks, harness=preset, engine=engine, model=model, out=run, config=config, **how)
