@@ -12,6 +12,9 @@ from typing import NamedTuple
 WEB_PORTS = ("80", "443")
 """Ports of an option that names none."""
 _HOST_AND_PORT = re.compile(r"(\[[^\]]*:[^\]]*\]|[^:]*):([^:]*)")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_OF_NETWORKS = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48")))
+"""Addresses that stand for those of IPv4 in a way that a network chooses (RFC 4291, 2765, 8215)."""
 _IN_NO_HOST = re.compile(r"[/@\s]")
 """Characters of a URL, a range of addresses or a list, which no host has."""
 
@@ -76,8 +79,8 @@ def is_permitted_address(patterns: Collection[Pattern], host: str, address: str,
     found = _address(address.partition("%")[0])
     if found is None:
         return False
-    real = getattr(found, "ipv4_mapped", None) or found
-    if real.is_global:
+    real = _in_ipv4(found) or found
+    if real.is_global and not any(real in network for network in _OF_NETWORKS):
         return True
     names = [str(real), address]
     if real.is_loopback and normalize_host(host) == "localhost":
@@ -102,3 +105,14 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(text)
     except ValueError:
         return None
+
+
+def _in_ipv4(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> ipaddress.IPv4Address | None:
+    """Return the IPv4 address to which an IPv6 one leads; None for one that leads to none."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return None
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour

@@ -47,6 +47,11 @@ def test_the_patterns_of_several_texts_are_one_set():
         ("localhost", "localhost", ["127.0.0.1", "::1"], True),
         ("localhost", "localhost", ["10.0.0.1"], False),
         ("localhost", "a.example", ["127.0.0.1"], False),
+        # IPv6 addresses that lead to IPv4 ones: NAT64, 6to4, and two forms that nobody should have
+        ("*:*", "a.org", ["64:ff9b::a9fe:a9fe", "64:ff9b::7f00:1", "2002:7f00:1::1"], False),
+        ("*:*", "a.org", ["64:ff9b:1::7f00:1", "::7f00:1", "::ffff:0:7f00:1"], False),
+        ("*:*", "a.org", ["64:ff9b::101:101", "2002:101:101::1", "2606:4700::1"], True),
+        ("10.0.0.1:80", "10.0.0.1", ["64:ff9b::a00:1"], True),
     ],
 )
 def test_an_address_that_is_not_public_needs_a_pattern_of_its_own(pattern, host, addresses, used):
