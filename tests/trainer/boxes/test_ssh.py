@@ -178,7 +178,7 @@ async def test_boxes_share_a_connection_and_run_at_the_same_time(machine, tmp_pa
 async def test_a_program_that_fills_the_disk_is_stopped_by_its_limit(machine, tmp_path):
     spec = spec_in(tmp_path, limits=Limits(disk_gib=0.01))
     async with machine.runtime().box(spec) as box:
-        script = "for i in $(seq 20); do head -c 2000000 /dev/zero > $i; done; sleep 20"
+        script = "for i in $(seq 20); do head -c 2000000 /dev/zero > $i; done; sleep 1000"
         ended, _ = await sh(box, script, tmp_path / "log")
     assert ended == Ended(None, "disk")
 
