@@ -101,7 +101,7 @@ class HarborBox:
         place = f"{harbor_program.FOLDER}.{token}"
         await self._call("upload_file", source_path=str(script), target_path=place)
         said = await self._execute(f"sh {place}", timeout + harbor_program.GRACE_SECONDS + _TRANSFER_SECONDS)
-        found = re.search(rf"{token} (\d+) (\w+)", said)
+        found = re.search(rf"{token} ([0-9]{{1,3}}) (ended|timeout|absent)\b", said)
         if found is None:
             raise OSError(f"the environment of {self._spec.name} ran no program: {said.strip()[-500:]}")
         status = int(found[1])

@@ -259,6 +259,19 @@ async def test_what_a_hostile_box_sends_back_leads_nowhere(tmp_path, monkeypatch
     ]
 
 
+async def test_a_hostile_box_that_says_no_status_is_a_fault_of_the_box(tmp_path, monkeypatch):
+    async with make_runtime(tmp_path).box(make_spec(tmp_path)) as box:
+        monkeypatch.setattr(secrets, "token_hex", lambda _: "token")
+        for said in (f"token {'9' * 5000} ended", "token 1 dead", "token x ended", ""):
+
+            async def execute(*_, said=said):
+                return said
+
+            monkeypatch.setattr(box, "_execute", execute)
+            with pytest.raises(OSError, match="ran no program"):
+                await sh(box, "true", tmp_path / "log")
+
+
 OPENS = """
 import asyncio, sys
 from pathlib import Path
