@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from rolltap.addons.errors import MissingPackageError, RecorderError, RunError, install_command
@@ -199,7 +199,10 @@ def workplace() -> Iterator[Path]:
     _remove_left(Path(tempfile.gettempdir()))
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with locked(folder) as held:
+        held: int | None = None
+        with ExitStack() as stack:
+            with suppress(FileNotFoundError):
+                held = stack.enter_context(locked(folder))
             if held is None:  # another process has taken it for a left one
                 continue
             try:

@@ -179,6 +179,21 @@ def test_it_is_removed_at_the_end_and_what_a_killed_process_left_at_the_next_sta
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_new_folder_that_another_start_removes_as_a_left_one_is_made_again(tmp_path, monkeypatch):
+    made = []
+    make = tempfile.mkdtemp
+
+    def make_and_lose_the_first(**how):
+        made.append(make(**how))
+        if len(made) == 1:
+            os.rmdir(made[0])  # before it is locked
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose_the_first)
+    with workplace() as folder:
+        assert [str(path) for path in tmp_path.iterdir()] == [str(folder)] == made[1:]
+
+
 def test_folders_that_an_agent_nested_a_thousand_times_keep_nothing_from_starting(tmp_path, caplog):
     left = tmp_path / "rolltap-work-left"
     left.mkdir()
