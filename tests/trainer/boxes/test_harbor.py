@@ -272,6 +272,12 @@ async def test_a_hostile_box_that_says_no_status_is_a_fault_of_the_box(tmp_path,
                 await sh(box, "true", tmp_path / "log")
 
 
+async def test_what_a_box_has_no_more_may_be_there_in_the_next_one(tmp_path):
+    async with make_runtime(tmp_path).box(make_spec(tmp_path)) as box:
+        with pytest.raises(OSError, match="FileNotFoundError"):
+            await box._call("download_file", source_path="/gone", target_path=str(tmp_path / "to"))
+
+
 OPENS = """
 import asyncio, sys
 from pathlib import Path

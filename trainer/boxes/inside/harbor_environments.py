@@ -120,14 +120,17 @@ class Environments:
             "stop": self.stop,
         }
         identity = request.pop("id")
+        name = request.pop("op")
         task = asyncio.current_task()
         of_box = self._running.setdefault(request.get("box", ""), set())
         if task is not None:
             of_box.add(task)
         try:
-            return {"id": identity, **await operation[request.pop("op")](**request)}
+            return {"id": identity, **await operation[name](**request)}
         except (Exception, SystemExit) as error:  # Harbor exits for missing credentials
-            permanent = isinstance(error, ValueError | ImportError | FileNotFoundError | SystemExit)
+            lacks = isinstance(error, ValueError | ImportError | FileNotFoundError | SystemExit)
+            # what a box that has started lacks, its programs may have removed
+            permanent = lacks and name != "call"
             text = str(error)
             if not isinstance(error, ValueError | SystemExit):  # their texts say enough
                 text = f"{type(error).__name__}: {text}"
