@@ -19,8 +19,9 @@ A session is named by its id, which counts its attempts. An event of an attempt 
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from rolltap.trainer.rollouts.resume import attempt_of, next_attempt
@@ -71,7 +72,7 @@ class _Attempt:
     group_id: str
     order: _Order
     first: int
-    """Number of the first attempt of this rollout."""
+    """Number of the attempt from which on retries count."""
     phase: Phase = "waiting"
     due: float = 0.0
     stopped: bool = False
@@ -164,8 +165,11 @@ class SessionQueue:
         deadline: float = math.inf,
         evaluates: bool = False,
         priority: int = 0,
+        tried: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Take the sessions of a new group. Those that have not ended at the deadline are stopped.
+
+        `tried` has the retries that sessions have used before.
 
         Raises `ValueError` for a name that is used already.
         """
@@ -179,7 +183,8 @@ class SessionQueue:
             heapq.heappush(self._timers, (deadline, group_id, ""))
         for index, session_id in enumerate(session_ids):
             order = (-priority, number, index)
-            self._attempts[session_id] = _Attempt(group_id, order, attempt_of(session_id))
+            first = attempt_of(session_id) - tried.get(session_id, 0)
+            self._attempts[session_id] = _Attempt(group_id, order, first)
             self.counts["waiting"] += 1
         self._wait_for_a_node(group_id)
         self._close_if_over(group_id)

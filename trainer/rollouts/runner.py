@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
 from rolltap.addons.errors import RecorderError, RolltapError, UnreadableModelError
@@ -176,12 +176,14 @@ class GroupRunner:
         priority: int = 0,
         seconds: float = math.inf,
         apart: bool = False,
+        tried: Mapping[str, int] = MappingProxyType({}),
     ) -> asyncio.Future[list[Session]]:
         """Take a group. The result is the list of its sessions, all attempts, in the order in which they ended.
 
         The result is cancelled when the block fails, or has failed. Groups of a higher priority go first. Sessions that
         have not ended after so many `seconds` are stopped. A group that is `apart` is somebody's of whom the others
         know nothing: its infrastructure failures stop it alone, unless an engine does not answer.
+        `tried` has the retries that sessions have used before.
 
         `policy_version` is the version of sessions without a sampled token: see `SessionAttempt`.
         """
@@ -197,6 +199,7 @@ class GroupRunner:
             deadline=deadline,
             evaluates=group.evaluates,
             priority=priority,
+            tried=tried,
         )
         submitted = _SubmittedGroup(group, policy_version, deadline, apart, result)
         self._groups[group.group_id] = submitted

@@ -250,7 +250,7 @@ class LocalNode:
         self._number = 0
         """Number of the sessions that are here."""
         self._contexts: dict[str, SessionContext] = {}
-        """Session that runs -> its context."""
+        """Session that runs, and does not evaluate -> its context."""
 
     async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
         """Run a session: see `Node.run`."""
@@ -259,7 +259,8 @@ class LocalNode:
         try:
             context = await self.context_of(attempt.group)
             context.recorder.check()
-            self._contexts[attempt.session_id] = context
+            if not attempt.group.evaluates:
+                self._contexts[attempt.session_id] = context
             return await run_session(context, attempt, enter)
         finally:
             self._contexts.pop(attempt.session_id, None)

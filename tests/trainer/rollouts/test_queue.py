@@ -354,6 +354,17 @@ def test_a_retry_waits_longer_each_time_and_then_goes_before_younger_groups():
     assert queue.ended("a~2", 3.0, again=True) is None
 
 
+def test_retries_that_were_used_before_count():
+    queue = queue_of(Slots(preparing=2, ready=0, running=2, judging=1), retries=2)
+    queue.submit("g", ["a~1", "b~7"], tried={"a~1": 1})
+    queue.advance(0.0)
+    assert queue.ended("a~1", 0.0, again=True) == "a~2"
+    assert queue.ended("b~7", 0.0, again=True) == "b~8"
+    queue.advance(2.0)
+    assert queue.ended("a~2", 2.0, again=True) is None
+    assert queue.ended("b~8", 2.0, again=True) == "b~9"
+
+
 @pytest.mark.parametrize(("evaluation", "prepared"), [(1, ["e0", "t0", "t1"]), (2, ["e0", "e1", "t0"])])
 def test_evaluation_has_its_share_while_training_waits(evaluation, prepared):
     queue = queue_of(Slots(preparing=3, ready=0, running=3, judging=1, evaluation=evaluation))

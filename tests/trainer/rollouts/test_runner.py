@@ -482,11 +482,15 @@ class TestWithoutPrograms:
 
     async def test_a_group_that_evaluates_has_a_context_of_its_own(self, recorder, tmp_path, played):
         harness = Harness(name="other", program="sh", headless=[])
-        other = context_of(SimpleNamespace(engine=recorder.engine, check=lambda: None), tmp_path, harness)
+        rows = SimpleNamespace(first_version=lambda _: "7")
+        own = SimpleNamespace(engine=recorder.engine, check=lambda: None, rows=rows)
+        other = context_of(own, tmp_path, harness)
         evaluates = replace(self.group("b", 0), evaluates=True)
         async with runner_of(context_of(recorder, tmp_path, "true"), evaluation=other) as running:
             first = await running.submit(self.group("a", 0))
             second = await running.submit(evaluates, "7")
+            await played.runs("a-0", "b-0")
+            assert running.running_versions() == {}  # an evaluation is never too old
             await played.end("a-0")
             await played.end("b-0")
             (one,), (two,) = await first, await second

@@ -17,7 +17,9 @@ import pytest
 
 import rolltap
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.config import RolloutConfig
+from rolltap.trainer.rollouts.resume import Recorded
 from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.service.requests import GroupRequest
 from rolltap.trainer.tasks.task import Task
@@ -248,6 +250,33 @@ async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
     await asyncio.gather(ending, cancelling)
     assert [event["kind"] for _, event in groups.journal.read()] == ["accepted", "ended"]
     assert groups.view("a").state == "ended"
+    groups.journal.close()
+
+
+async def test_failures_before_a_kill_are_retries_after_it(tmp_path):
+    recorder = SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9")
+    worker = SimpleNamespace(recorder=recorder, config=RolloutConfig(retries=2))
+    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
+    groups = Groups(worker, tasks, most=9, share=0.5)
+    await groups.load()
+    await groups.submit(GroupRequest(id="a", task="words", sessions=3))
+    failed = ["a-0", "a-0~1", "a-1", "a-1~1", "a-1~2"]
+    rows = [Session(session_id=name, group_id="a", status="infrastructure") for name in failed]
+    groups.book.open["a"].known = dict.fromkeys(failed, "infrastructure")
+    submitted = []
+
+    class Runner:
+        async def submit(self, group, *, tried, **_):
+            submitted.append((group.session_ids, tried))
+            ended = asyncio.get_running_loop().create_future()
+            ended.cancel()
+            return ended
+
+    groups.recorded.runner = Runner()
+    groups.recorded._failure = asyncio.get_running_loop().create_future()
+    await groups.recorded.start("a", Recorded(rows))
+    await asyncio.gather(*groups.recorded._work)
+    assert submitted == [(["a-0~2", "a-2"], {"a-0~2": 2, "a-2": 0})]
     groups.journal.close()
 
 
