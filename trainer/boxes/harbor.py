@@ -82,7 +82,14 @@ class HarborBox:
         await self._call("upload_file", source_path=str(packed), target_path=harbor_program.TO_BOX)
         await self._execute(harbor_program.UNPACK, _TRANSFER_SECONDS)
 
-    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
+    ) -> Ended:
         """Run a program: see `Box.run`. It is started by the box's `sh`, and timed there."""
         token = secrets.token_hex(16)
         script = self._folder / "script"
@@ -100,14 +107,17 @@ class HarborBox:
         # no argument has it: Harbor logs command lines, and other users see them
         place = f"{harbor_program.FOLDER}.{token}"
         await self._call("upload_file", source_path=str(script), target_path=place)
-        said = await self._execute(f"sh {place}", timeout + harbor_program.GRACE_SECONDS + _TRANSFER_SECONDS)
+        seconds = timeout + harbor_program.GRACE_SECONDS + _TRANSFER_SECONDS
+        said = await self._execute(f"sh {place}", seconds)
         found = re.search(rf"{token} ([0-9]{{1,3}}) (ended|timeout|absent)\b", said)
         if found is None:
-            raise OSError(f"the environment of {self._spec.name} ran no program: {said.strip()[-500:]}")
+            last = said.strip()[-500:]
+            raise OSError(f"the environment of {self._spec.name} ran no program: {last}")
         status = int(found[1])
         how = found[2]
         if how == "absent":
-            raise FileNotFoundError(errno.ENOENT, "there is no such program in the environment", command[0])
+            why = "there is no such program in the environment"
+            raise FileNotFoundError(errno.ENOENT, why, command[0])
         whole = await self._bring(self._spec.workspace, self._limit)
         await in_folder_thread(self._take, log)
         if not whole:
@@ -152,7 +162,8 @@ class HarborBox:
         Return False if it is too much or bad.
         """
         packed = self._folder / "packed"
-        await self._call("download_file", source_path=harbor_program.FROM_BOX, target_path=str(packed))
+        source = harbor_program.FROM_BOX
+        await self._call("download_file", source_path=source, target_path=str(packed))
         back = self._back
         await in_folder_thread(remove_folder, back)
         back.mkdir()
@@ -181,14 +192,16 @@ class HarborBox:
         said = (done.get("stdout") or "") + (done.get("stderr") or "")
         if done["return_code"]:
             why = said.strip()[-500:]
-            raise OSError(f"`{command}` ends with status {done['return_code']} in {self._spec.name}: {why}")
+            how = f"status {done['return_code']} in {self._spec.name}"
+            raise OSError(f"`{command}` ends with {how}: {why}")
         return said
 
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return await self._send("call", method=method, arguments=arguments)
 
     async def _send(self, operation: str, **fields: Any) -> dict[str, Any]:
-        return await asyncio.wrap_future(self._runtime.send(operation, box=self._spec.name, **fields))
+        sent = self._runtime.send(operation, box=self._spec.name, **fields)
+        return await asyncio.wrap_future(sent)
 
 
 class HarborRuntime:

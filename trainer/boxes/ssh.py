@@ -35,7 +35,7 @@ import rolltap.addons
 import rolltap.trainer
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.inside.archive import delete, pack, unpack, write_pipe
-from rolltap.trainer.boxes.inside.frames import Connection, LostError, Stream
+from rolltap.trainer.boxes.inside.frames import STARTED, Connection, LostError, Stream
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason, scratch_folder
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_blocking, wait_for_end
 
@@ -49,10 +49,8 @@ _FILES = (
     "trainer/tasks/*.py",
 )
 """The parts of rolltap that the agent needs. They need no more than psutil and pydantic."""
-_STARTED = b"rolltap: boxes can be made\n"
-"""The agent's first words. What a shell says before them is left out."""
-_WORDS_BEFORE = 1000
-"""Most lines that a shell may say before."""
+_LINES_BEFORE = 1000
+"""Most lines that a shell may say before the agent starts."""
 _SAID_BYTES = 2000
 _NOT_CONNECTED = 255
 """Exit status of ssh(1) for an error of its own; others are those of the program on the machine."""
@@ -182,8 +180,8 @@ async def _start_agent(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader
     files = await asyncio.to_thread(_agent_files)
     stdin.write(f"{_BOOT.read_text()!r}\n{len(files)}\n".encode() + files)
     await stdin.drain()
-    for _ in range(_WORDS_BEFORE):
-        if await stdout.readuntil() == _STARTED:
+    for _ in range(_LINES_BEFORE):
+        if await stdout.readuntil() == STARTED:
             return
     raise OSError("it says much and starts no agent")
 
@@ -199,7 +197,8 @@ async def _why_not(
     if client.returncode in (None, _NOT_CONNECTED):
         return OSError(
             f"the machine {machine.host} is not reached by ssh: {said}. `ssh {machine.host} true` "
-            "must work and ask nothing; --ssh-argument (ssh_arguments in a recipe) has further options"
+            "must work and ask nothing; --ssh-argument (ssh_arguments in a recipe) has further "
+            "options"
         )
     return InputError(
         f"the machine {machine.host} cannot have boxes: {said}. Make an environment there "
@@ -280,14 +279,27 @@ class SshBox:
         self._spec = spec
         self._pipes = [mount.source for mount in spec.mounts if mount.source.is_fifo()]
 
-    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
+    ) -> Ended:
         """Run a program: see `Box.run`. The folders of the machine's PATH come first."""
         try:
             return await self._run(command, env, timeout, log)
         except LostError as error:
             raise _lost(self._host, error) from error
 
-    async def _run(self, command: Sequence[str], env: Mapping[str, str], timeout: float, log: Path) -> Ended:
+    async def _run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
+    ) -> Ended:
         stream = self._stream
         await stream.send({"command": list(command), "env": dict(env), "timeout": timeout})
         left = _TAKEN_BYTES
@@ -416,7 +428,8 @@ class SshRuntime:
     def check(self) -> None:
         """Raise `InputError` when the machine is not reached, or boxes cannot be made there."""
         if shutil.which("ssh") is None:
-            raise InputError("the runtime ssh needs OpenSSH's client: apt-get install openssh-client")
+            fix = "apt-get install openssh-client"
+            raise InputError(f"the runtime ssh needs OpenSSH's client: {fix}")
         try:
             run_blocking(self._ask({"do": "check"}))
         except OSError as error:
@@ -484,7 +497,11 @@ class SshRuntime:
                     del self._shared[loop]
                 await shared.end()
 
-    async def _ask(self, request: Mapping[str, Any], file: IO[bytes] | None = None) -> Mapping[str, Any]:
+    async def _ask(
+        self,
+        request: Mapping[str, Any],
+        file: IO[bytes] | None = None,
+    ) -> Mapping[str, Any]:
         """Return the answer to one question, and write what follows it into a file."""
         async with linked(self._machine) as link:
             stream = await link.connection.open({**request, "settings": self._settings})
@@ -505,7 +522,8 @@ class SshImageRuntime(SshRuntime):
             file.seek(0)
             dest.mkdir(parents=True, exist_ok=True)
             if not unpack(file, dest, size):
-                raise InputError(f"the folder {workdir} of the image {image} has files that are none")
+                what = "has files that cannot be copied"
+                raise InputError(f"the folder {workdir} of the image {image} {what}")
 
 
 def _parts(spec: BoxSpec, files: Iterable[Path]) -> tuple[dict[str, Path], list[dict[str, Any]]]:

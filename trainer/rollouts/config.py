@@ -138,6 +138,15 @@ class RolloutConfig(BaseModel):
         return address
 
     @model_validator(mode="after")
+    def _require_port(self) -> Self:
+        given = self.recorder.get("listen_port", "0")
+        ports = [given] if isinstance(given, str) else given
+        for port in ports:
+            if not (port.isascii() and port.isdecimal() and int(port) < 65536):
+                raise ValueError(f"listen_port is {port!r}: give a number up to 65535")
+        return self
+
+    @model_validator(mode="after")
     def _refuse_two_budgets(self) -> Self:
         for name in Budget.model_fields:
             if f"rolltap_max_{name}" in self.recorder:

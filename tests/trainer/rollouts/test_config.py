@@ -56,3 +56,10 @@ def test_budgets_and_further_options_are_those_of_the_recorder():
 def test_boxes_of_harbor_need_an_address_that_leads_to_one_recorder(settings, message):
     with pytest.raises(InputError, match=message):
         RolloutConfig.of({"runtime": "harbor", **settings}).options()
+
+
+@pytest.mark.parametrize("port", ["abc", "65536", "-1", ""])
+def test_a_port_of_the_recorder_that_is_none_is_refused_before_it_starts(port):
+    with pytest.raises(InputError, match=f"listen_port is '{port}': give a number up to 65535"):
+        RolloutConfig.of({"recorder": {"listen_port": port}})
+    assert RolloutConfig.of({"recorder": {"listen_port": ["8899"]}})

@@ -30,7 +30,7 @@ from rolltap.trainer.boxes.inside.archive import (
     stamps,
     unpack,
 )
-from rolltap.trainer.boxes.inside.frames import Connection, Stream
+from rolltap.trainer.boxes.inside.frames import STARTED, Connection, Stream
 from rolltap.trainer.boxes.runtime import (
     Box,
     BoxSpec,
@@ -42,15 +42,18 @@ from rolltap.trainer.boxes.runtime import (
     remove_folder,
 )
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
+from rolltap.trainer.descriptors import raise_limit
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks.task import Limits
 
 PREFIX = "rolltap-ssh-"
 """Begin of the name of FOLDER."""
-STARTED = b"rolltap: boxes can be made\n"
-"""First line of stdout. What stands before it is of the user's shell."""
 _YOUNG_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
+_CONNECTIONS = 128
+"""Most connections of a box to the recorder. The agent has two descriptors for each."""
+_BACKLOG = 128
+"""Connections of a box that wait until the agent accepts them."""
 _CHUNK = 64 << 10
 _GIB = 1 << 30
 
@@ -255,8 +258,18 @@ def _accept(
 
 async def _relay(listener: socket.socket, proxy: str) -> None:
     host, _, port = proxy.rpartition(":")
+    passed: set[asyncio.StreamWriter] = set()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(passed) < _CONNECTIONS:
+            passed.add(writer)
+            try:
+                await pass_on(reader, writer)
+            finally:
+                passed.remove(writer)
+        writer.close()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             there_reader, there_writer = await asyncio.open_connection(host, int(port))
             try:
@@ -267,9 +280,10 @@ async def _relay(listener: socket.socket, proxy: str) -> None:
                 pass  # a connection that breaks is closed at both ends
             finally:
                 there_writer.close()
-        writer.close()
 
-    server = await asyncio.start_server(connect, sock=listener)
+    # the boxes take turns: asyncio accepts as many in a row as its backlog has
+    server = await asyncio.start_server(connect, sock=listener, backlog=1)
+    listener.listen(_BACKLOG)
     async with server:
         await server.serve_forever()
 
@@ -336,6 +350,7 @@ if __name__ == "__main__":
     place = Path(sys.argv[1])
     try:
         tempfile.tempdir = str(place)  # all that is made here goes with it
+        raise_limit()
         with _locked(place):
             sweep(place)
             asyncio.run(main())

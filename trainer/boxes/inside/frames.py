@@ -15,6 +15,8 @@ from functools import partial
 from typing import IO, Any
 
 CHUNK = 64 << 10
+STARTED = b"rolltap: boxes can be made\n"
+"""First line of the side that serves. Lines before it are of the user's shell."""
 ALIVE_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 """Time without a byte after which the other side is lost."""
