@@ -30,7 +30,7 @@ from rolltap.trainer.boxes.inside.archive import (
     stamps,
     unpack,
 )
-from rolltap.trainer.boxes.inside.frames import Connection, Stream
+from rolltap.trainer.boxes.inside.frames import STARTED, Connection, Stream
 from rolltap.trainer.boxes.runtime import (
     Box,
     BoxSpec,
@@ -48,8 +48,6 @@ from rolltap.trainer.tasks.task import Limits
 
 PREFIX = "rolltap-ssh-"
 """Begin of the name of FOLDER."""
-STARTED = b"rolltap: boxes can be made\n"
-"""First line of stdout. What stands before it is of the user's shell."""
 _YOUNG_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 _CONNECTIONS = 128
