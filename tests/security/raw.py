@@ -31,7 +31,7 @@ class News:
         self._before = len(recorder.rows("events"))
 
     def __call__(self, kind="refused", session=None):
-        """Return the session and the detail of each new event of `kind`, of one session or of all."""
+        """Return session and detail of each new event of `kind`, of one session or of all."""
         rows = self._recorder.rows("events")[self._before :]
         found = [(row["session_id"], row["detail"]) for row in rows if row["kind"] == kind]
         return [event for event in found if session in (None, event[0])]

@@ -72,7 +72,8 @@ def test_a_body_that_is_not_wanted_is_not_kept(recorder, news, kind, chunked):
         reply = read_head(connection)
     assert reply.startswith(b"HTTP/1.1 %d" % status)
     if kind == "too long":
-        assert news("rejected", "s1") == [("s1", "The request body is larger than 33,554,432 bytes.")]
+        why = "The request body is larger than 33,554,432 bytes."
+        assert news("rejected", "s1") == [("s1", why)]
 
 
 @bounded_memory
