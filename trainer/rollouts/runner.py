@@ -63,9 +63,9 @@ class GroupRunner:
     """Sessions of groups that run beside each other on nodes. An async context manager.
 
     A session with the status `infrastructure` is retried, under the id of the next attempt, unless its task cannot be
-    run at all. So is a session that ran on a node that is lost. One that had not begun to run waits
-    for another node, with its retries. Nodes may be added and removed at any time; without one,
-    sessions wait, and deadlines and cancellations act.
+    run at all. So is a session that ran on a node that is lost, or lost it by its own error. One
+    that had not begun to run waits for another node, with its retries. Nodes may be added and
+    removed at any time; without one, sessions wait, and deadlines and cancellations act.
 
     A node is lost when it raises an error, and after `give_up_after` consecutive infrastructure failures on it. `lost`
     is told of it. Without `lost` the block is cancelled when the last node is lost, and leaving it raises the node's
@@ -367,7 +367,7 @@ class GroupRunner:
                 self._ended(attempt.row, max(0.0, time.monotonic() - judged_from))
         if failure is not None:
             self.remove_node(node, failure)
-        self._note_end(submitted, attempt, node, facts)
+        self._note_end(submitted, attempt, node, facts, failure)
         if facts is not None:
             await self._consider_giving_up(submitted, attempt, node)
         self._go_on()
@@ -381,10 +381,15 @@ class GroupRunner:
         attempt: SessionAttempt,
         node: Node,
         facts: Facts | None,
+        failure: Exception | None = None,
     ) -> None:
-        """Count a session that has ended, and let the queue retry it if it says nothing of the policy."""
+        """Count a session that has ended, and let the queue retry it if it says nothing of the policy.
+
+        `failure` is the error for which its node is lost, if it was raised for this session.
+        """
         row = attempt.row
-        if row is None and self._is_lost(node) and self._queue.wait_again(attempt.session_id):
+        not_begun = row is None and failure is None and self._is_lost(node)
+        if not_begun and self._queue.wait_again(attempt.session_id):
             return
         if facts is None:
             again = self._is_lost(node) and (row is None or row.status in NOT_RUN)

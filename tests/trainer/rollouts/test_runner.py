@@ -621,6 +621,23 @@ class TestNodes:
             running.add_node(node)
             assert await result == []
 
+    async def test_a_session_that_loses_its_node_before_it_runs_is_retried_as_any_other(self):
+        async with self.open_runner(lost=lambda *_: None, retries=1) as running:
+            result = await running.submit(Group(TASK, "g", ["g-0"]))
+            seen = []
+
+            async def fail(attempt, enter):
+                seen.append(attempt.session_id)
+                raise NodeLostError("no recorder can be started for it")
+
+            for number in range(2):
+                node = PlayedNode("n")
+                node.run = fail
+                running.add_node(node)
+                await until(lambda number=number: len(seen) > number and not running.nodes)
+            assert await result == []
+        assert seen == ["g-0", "g-0~1"]
+
     async def test_the_block_fails_with_its_last_node(self):
         async def fail():
             only = PlayedNode("only")
