@@ -151,7 +151,7 @@ def test_a_box_and_its_way_out_are_measured_in_every_runtime_of_this_machine():
 
 
 def test_slots_of_their_own_keep_more_sessions_running_than_one_slot_for_all():
-    (rows,) = measured("scheduler", "--sessions", 160, "--slots", 8).values()
+    (rows,) = measured("queue", "--sessions", 160, "--slots", 8).values()
     busy = {row["case"]: row["busy"] for row in rows}
     assert busy["one slot for all"] < busy["ready 0"] < busy["ready 4"] <= 1
 

@@ -115,8 +115,9 @@ async def test_a_program_that_forks_faster_than_it_is_watched_does_not_fill_the_
     if not find_engine("podman", ()).controllers:
         pytest.skip("Podman can use no control groups here")
     script = "import os, time\nfor _ in range(1000):\n    if not os.fork(): time.sleep(600)"
-    _, output = await in_box(tmp_path, f"python3 -c '{script}'", limits=Limits(processes=10))
-    assert "BlockingIOError" in output
+    ended, output = await in_box(tmp_path, f"python3 -c '{script}'", limits=Limits(processes=10))
+    # whoever looks at the box may be faster than the program that sees its fork fail
+    assert "BlockingIOError" in output or ended == Ended(None, "processes")
 
 
 async def test_the_space_on_disk_is_limited_wherever_it_is_written(tmp_path):

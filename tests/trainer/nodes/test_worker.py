@@ -121,7 +121,7 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
         run = running.result(timeout=900)
     assert_whole(run, len(tasks))
     lost = [row for row in run.sessions() if row.status == "infrastructure"]
-    assert len(lost) == SLOTS
+    assert len(lost) >= SLOTS  # and those of the node that had run, and were not judged yet
     assert all("is gone" in row.error for row in lost)
     assert capsys.readouterr().out == ""  # where --json prints
     assert left_below(temporary) == {}
