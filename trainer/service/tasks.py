@@ -45,10 +45,8 @@ def requested_task(
 
     Raises `InputError`.
     """
-    why = worker.config.why_no_evaluations()
-    if request.evaluation and why:
-        fix = "leave it out, or start the service without listen_port and the runtime that needs it"
-        raise InputError(f"'evaluation' is true, and {why}: {fix}")
+    if request.evaluation:
+        _require_evaluations(worker)
     if isinstance(request.task, str):
         if request.task not in tasks:
             known = some([*tasks])
@@ -66,6 +64,13 @@ def requested_task(
 
 class NotRecordedError(InputError):
     """A session that a request names is not there."""
+
+
+def _require_evaluations(worker: Worker) -> None:
+    why = worker.config.why_no_evaluations()
+    if why:
+        fix = "leave it out, or start the service without listen_port and the runtime that needs it"
+        raise InputError(f"'evaluation' is true, and {why}: {fix}")
 
 
 def requested_fork(fork: ForkRequest, task: Task, rows: SessionRows, run: Path) -> RecordedFrom:
