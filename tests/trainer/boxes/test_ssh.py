@@ -44,7 +44,11 @@ def machine(tmp_path):
 
 def below(process):
     """Return the processes of a machine that a client of ssh is connected to."""
-    return [child for child in process.children(recursive=True) if child.name() != "ssh"]
+    found = []
+    for client in process.children(recursive=True):
+        if client.name() == "ssh":  # a fixture of other tests may have processes too
+            found += [child for child in client.children(recursive=True) if child.name() != "ssh"]
+    return list(dict.fromkeys(found))
 
 
 def stamp(path):
