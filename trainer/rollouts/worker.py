@@ -24,7 +24,7 @@ from rolltap.trainer.rollouts.check import build_images, check_engines, fit_task
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
-from rolltap.trainer.rollouts.node import Enter, Node, SessionAttempt
+from rolltap.trainer.rollouts.node import Enter, SessionAttempt
 from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -191,7 +191,15 @@ class Worker:
         Groups that evaluate have the first `share` of the slots, one at least, and those that the others leave.
         """
         node = LocalNode(self.config.slots(share), self.context_of)
-        return self.runner_of([node], advance, ended=ended, lost=lost)
+        return GroupRunner(
+            [node],
+            advance,
+            retries=self.config.retries,
+            give_up_after=self.config.give_up_after,
+            ended=ended,
+            lost=lost,
+            silent=self.silent,
+        )
 
     @asynccontextmanager
     async def attach(self, runner: GroupRunner, *, share: float = 0.0) -> AsyncIterator[None]:
@@ -206,18 +214,6 @@ class Worker:
         finally:
             runner.remove_node(node, RecorderError("the recorder has ended"))
             await node.idle.wait()
-
-    def runner_of(self, nodes: Sequence[Node], advance: Advance, *, ended: OnEnd, lost: OnLost | None) -> GroupRunner:
-        """Return a runner of these nodes, with the configuration's retries."""
-        return GroupRunner(
-            nodes,
-            advance,
-            retries=self.config.retries,
-            give_up_after=self.config.give_up_after,
-            ended=ended,
-            lost=lost,
-            silent=self.silent,
-        )
 
     async def run(
         self,
