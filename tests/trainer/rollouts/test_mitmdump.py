@@ -68,9 +68,10 @@ def ask(port):
 
 
 def is_open(port):
+    """Return False when the socket is closed: a connection that waits to be accepted then is reset."""
     try:
         socket.create_connection(("127.0.0.1", port)).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):
         return False
     return True
 
