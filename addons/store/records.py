@@ -139,35 +139,37 @@ class Call:
     `parsed_` properties parse the columns that hold JSON.
 
     Attributes:
-        prompt_ids: Token ids that the engine was given, shape (P,). completion_ids: Sampled token
-        ids, the end-of-turn token included when it was sampled, shape (C,). logprobs: Natural-log
-        probability of each sampled token under the sampling policy, shape (C,). weight_versions:
-        Spans that cover `completion_ids` without gap or overlap. parent_id: The earlier call whose
-        prompt and completion are a prefix of this prompt; None for a root or
-            a rendered call.
-        prefix_length: Length of that prefix in tokens. kind: Origin of the prompt. `bridged`: the
-        parent's tokens and the tokens of the new messages. `root`:
-            rendered, as the conversation has no earlier reply. `rendered`: rendered, although it
-            has one.
+        prompt_ids: Token ids that the engine was given, shape (P,).
+        completion_ids: Sampled token ids, the end-of-turn token included when it was sampled, shape
+            (C,).
+        logprobs: Natural-log probability of each sampled token under the sampling policy, shape
+            (C,).
+        weight_versions: Spans that cover `completion_ids` without gap or overlap.
+        parent_id: The earlier call whose prompt and completion are a prefix of this prompt; None
+            for a root or a rendered call.
+        prefix_length: Length of that prefix in tokens.
+        kind: Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new
+            messages. `root`: rendered, as the conversation has no earlier reply. `rendered`:
+            rendered, although it has one.
         kind_reason: Reason why this call is not `bridged`. Of a `bridged` one: that the request
-        leaves out the text of
-            the parent's reply, which is in the prompt as it was sampled; else None. Of the first
-            call of a fork, a `root`: the recorded call whose tokens its prompt continues.
+            leaves out the text of the parent's reply, which is in the prompt as it was sampled;
+            else None. Of the first call of a fork, a `root`: the recorded call whose tokens its
+            prompt continues.
         violation: The invariant that the tokens break (`find_violation`). Such a call is kept and
-        left out of
-            traces.
+            left out of traces.
         role_evidence: Header, field or structure of the request that determined `role`; empty for
-        the default. dialect: Name of the API: `openai-chat`, `openai-responses`,
-        `anthropic-messages` or
+            the default.
+        dialect: Name of the API: `openai-chat`, `openai-responses`, `anthropic-messages` or
             `google-generate-content`; empty for an imported call.
-        model: Model name in the harness's request. sampling: JSON of the sampling parameters sent
-        to the engine. Key `asked`: further parameters that the
-            harness requested; they were not applied.
-        messages: JSON list of the new messages. tools: JSON list of the tools shown to the model;
-        None when they equal the parent's. reply: JSON of the assistant message as the harness
-        received it; None when there is none. cached_tokens: Prompt tokens that the engine took from
-        its prefix cache; None when it does not say. engine: URL of the engine that sampled the last
-        token.
+        model: Model name in the harness's request.
+        sampling: JSON of the sampling parameters sent to the engine. Key `asked`: further
+            parameters that the harness requested; they were not applied.
+        messages: JSON list of the new messages.
+        tools: JSON list of the tools shown to the model; None when they equal the parent's.
+        reply: JSON of the assistant message as the harness received it; None when there is none.
+        cached_tokens: Prompt tokens that the engine took from its prefix cache; None when it does
+            not say.
+        engine: URL of the engine that sampled the last token.
     """
 
     session_id: str
@@ -266,30 +268,32 @@ class Session:
 
     Attributes:
         group_id: Sessions with the same `group_id` are compared with each other. An empty one makes
-        a group of
-            its own.
-        exit_status: Exit status of the harness; None when it was stopped or not started. reward:
-        None when there is none. Such a session is not trained on. There is none with a status of
-        `UNREWARDED`. parts: The reward's parts: name -> finite number. evidence: JSON values of
-        what the judge saw: tests and their results, the digest of the changes, why there is no
-            reward.
-        suspicions: Name of a rule -> how often the session matched it. error: Why the session is
-        not `completed`. revision: Of several rows of a session the one with the highest revision
-        counts; the others stay. policy_version: The weights that sampled the first token of the
-        session's calls. Without a token, those that
-            were expected to.
+            a group of its own.
+        exit_status: Exit status of the harness; None when it was stopped or not started.
+        reward: None when there is none. Such a session is not trained on. There is none with a
+            status of `UNREWARDED`.
+        parts: The reward's parts: name -> finite number.
+        evidence: JSON values of what the judge saw: tests and their results, the digest of the
+            changes, why there is no reward.
+        suspicions: Name of a rule -> how often the session matched it.
+        error: Why the session is not `completed`.
+        revision: Of several rows of a session the one with the highest revision counts; the others
+            stay.
+        policy_version: The weights that sampled the first token of the session's calls. Without a
+            token, those that were expected to.
         harness_version: Version that the program itself reports; empty when it does not.
         program_digest: SHA-256 of the harness's program, and of the files that its preset names.
-        preset_digest: SHA-256 of the harness's description. task_digest: SHA-256 of the task: its
-        fields, and the files that it names. runtime: Where the session ran: `process`, `sandbox`,
-        `container` or `apptainer`; empty for a program that
-            rolltap did not start.
+        preset_digest: SHA-256 of the harness's description.
+        task_digest: SHA-256 of the task: its fields, and the files that it names.
+        runtime: Where the session ran: `process`, `sandbox`, `container`, `apptainer`, `ssh` or
+            `harbor`; empty for a program that rolltap did not start.
         image_digest: Digest of the container image; empty without one.
         queued_seconds: Seconds for which the session waited for its turns, before it was prepared,
-        run and judged. preparing_seconds: Seconds in which its workspace and its box were made.
-        running_seconds: Seconds of its program. judging_seconds: Seconds of its judge.
-        retried_seconds: Seconds from the begin of the first attempt to that of this one. Phases
-        that the session did not reach have None.
+            run and judged. It is None, as each of the next three, if the session did not get there.
+        preparing_seconds: Seconds in which its workspace and its box were made.
+        running_seconds: Seconds of its program.
+        judging_seconds: Seconds of its judge.
+        retried_seconds: Seconds from the begin of the first attempt to the begin of this one.
     """
 
     session_id: str
