@@ -1,4 +1,4 @@
-"""Names as they are written to files and for others: file names of ids, models, and published weights."""
+"""Names as they are written to files and for others: file names of ids, models, published weights, and sessions."""
 
 import re
 from collections.abc import Sequence
@@ -82,3 +82,72 @@ class Version:
         """Return the version of a text; None for a name of another form, such as vLLM's `default`."""
         found = _FORM.fullmatch(text)
         return cls(found[1], int(found[2]), int(found[3])) if found else None
+
+
+_ATTEMPT = re.compile(r"(.*?)(?:~([1-9][0-9]*))?", re.DOTALL)
+_SEAT = re.compile(r"(.+)-([0-9]+)(?:\.([0-9]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A session's seat in the group that it was run in. Its row may name another group since somebody changed it.
+
+    Attributes:
+        group_id: Id of the group.
+        index: Index in the group, from 0.
+        start: Number of earlier starts of the training that ran the session; None outside of a training.
+    """
+
+    group_id: str
+    index: int
+    start: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionName:
+    """Id of a session of a group; `str` gives the id. No other code reads an id.
+
+    | id | session |
+    | --- | --- |
+    | `<group>-<index>` | of a rollout |
+    | `<group>-<index>.<start>` | of a training |
+    | `<group>-<name>` | of a service: its client chose the name |
+    | `<place>~<attempt>` | another attempt at a session; the place is the id of the first one |
+
+    Attributes:
+        place: Id of the first attempt.
+        attempt: Number of earlier attempts.
+    """
+
+    place: str
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        if self.attempt == 0:
+            return self.place
+        return f"{self.place}~{self.attempt}"
+
+    @classmethod
+    def parse(cls, session_id: str) -> Self:
+        """Return the name of an id. Each text is one."""
+        found = _ATTEMPT.fullmatch(session_id)
+        assert found is not None
+        if found[2] is None:
+            return cls(session_id)
+        return cls(found[1], int(found[2]))
+
+    @property
+    def next(self) -> Self:
+        """Name of the next attempt."""
+        return type(self)(self.place, self.attempt + 1)
+
+    @property
+    def seat(self) -> Seat | None:
+        """Seat of the session; None when the id has no index."""
+        found = _SEAT.fullmatch(self.place)
+        if found is None:
+            return None
+        start = None
+        if found[3] is not None:
+            start = int(found[3])
+        return Seat(found[1], int(found[2]), start)

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 
 import rolltap
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.nodes.rows import Shard, Writer
 from rolltap.trainer.rollouts.queue import SessionQueue, Slots
-from rolltap.trainer.rollouts.resume import place_of
 from tests.bench.frame import Rows
 from tests.scripted_engine import Say, ScriptedEngine
 
@@ -155,7 +155,7 @@ def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16
         if events and events[0][0] == at:
             _, session_id = heapq.heappop(events)
             if session_id in running:
-                over[place_of(session_id)] = running.pop(session_id)
+                over[SessionName.parse(session_id).place] = running.pop(session_id)
                 queue.ended(session_id, clock)
         if lose and len(over) >= lose[0]:
             lose.pop(0)

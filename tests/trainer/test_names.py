@@ -1,10 +1,10 @@
-"""Names of files, of models and of published weights."""
+"""Names of files, of models, of published weights and of sessions."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.names import Version, file_name, public_model
+from rolltap.trainer.names import Seat, SessionName, Version, file_name, public_model
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,31 @@ def test_a_version_is_read_back_from_its_name(run, step, attempt):
 )
 def test_names_of_other_weights_are_no_version(name):
     assert Version.parse(name) is None
+
+
+@given(st.text(), st.integers(0, 3))
+def test_a_session_is_read_back_from_its_id_and_attempts_share_their_place(session_id, further):
+    first = SessionName.parse(session_id)
+    assert str(first) == session_id
+    name = first
+    for _ in range(further):
+        name = name.next
+    assert SessionName.parse(str(name)) == name
+    assert (name.place, name.attempt) == (first.place, first.attempt + further)
+
+
+@pytest.mark.parametrize(
+    ("session_id", "place", "attempt", "seat"),
+    [
+        ("t-1a2b3c4d.0-3", "t-1a2b3c4d.0-3", 0, Seat("t-1a2b3c4d.0", 3, None)),
+        ("t-1a2b3c4d.0-3~2", "t-1a2b3c4d.0-3", 2, Seat("t-1a2b3c4d.0", 3, None)),
+        ("t-1a2b3c4d.7.1-3.2~1", "t-1a2b3c4d.7.1-3.2", 1, Seat("t-1a2b3c4d.7.1", 3, 2)),
+        ("fork~t-1a2b3c4d.7.1-3.2~1-0.4", "fork~t-1a2b3c4d.7.1-3.2~1-0.4", 0, Seat("fork~t-1a2b3c4d.7.1-3.2~1", 0, 4)),
+        ("group-name", "group-name", 0, None),
+        ("t-1~0", "t-1~0", 0, None),
+        ("t-1.2.3", "t-1.2.3", 0, None),
+    ],
+)
+def test_a_session_of_a_group_has_its_seat_in_its_id(session_id, place, attempt, seat):
+    name = SessionName.parse(session_id)
+    assert (name.place, name.attempt, name.seat) == (place, attempt, seat)

@@ -49,8 +49,8 @@ from dataclasses import dataclass, field
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus
 from rolltap.trainer.boxes.runtime import Ended, StopReason
 from rolltap.trainer.judges.verdict import Judged
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.rollouts.queue import Phase
-from rolltap.trainer.rollouts.resume import place_of
 from rolltap.trainer.traces.facts import Facts
 
 _STOPPED: dict[StopReason, str] = {
@@ -125,7 +125,7 @@ class Failures:
         """Add a session that has ended, and was not stopped by anybody."""
         nothing = not facts.completed_calls and session.status != "diverged"
         if session.status in ("infrastructure", "unjudged") or nothing:
-            self._failures[place_of(session.session_id)] = session.task_id
+            self._failures[SessionName.parse(session.session_id).place] = session.task_id
         else:
             self._failures.clear()
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from rolltap.trainer.rollouts.resume import attempt_of, next_attempt
+from rolltap.trainer.names import SessionName
 
 Phase = Literal["waiting", "preparing", "ready", "running", "ran", "judging", "pausing"]
 _Order = tuple[int, int, int]
@@ -183,7 +183,7 @@ class SessionQueue:
             heapq.heappush(self._timers, (deadline, group_id, ""))
         for index, session_id in enumerate(session_ids):
             order = (-priority, number, index)
-            first = attempt_of(session_id) - tried.get(session_id, 0)
+            first = SessionName.parse(session_id).attempt - tried.get(session_id, 0)
             self._attempts[session_id] = _Attempt(group_id, order, first)
             self.counts["waiting"] += 1
         self._wait_for_a_node(group_id)
@@ -208,11 +208,12 @@ class SessionQueue:
         self._count(attempt, -1)
         group = self._groups[attempt.group_id]
         group.left.remove(session_id)
-        tried = attempt_of(session_id) - attempt.first
+        name = SessionName.parse(session_id)
+        tried = name.attempt - attempt.first
         if not again or attempt.stopped or tried >= self.retries:
             self._close_if_over(attempt.group_id)
             return None
-        further = next_attempt(session_id)
+        further = str(name.next)
         due = now + self.pause * 2.0**tried
         self._attempts[further] = _Attempt(attempt.group_id, attempt.order, attempt.first, "pausing", due)
         heapq.heappush(self._timers, (due, attempt.group_id, further))

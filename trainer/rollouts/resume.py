@@ -6,8 +6,7 @@ next attempt (`outcomes` says which). One that was begun and has no row was inte
 | id | form |
 | --- | --- |
 | group | `<task>-<key>.<round>`; the key is 8 hexadecimal characters: see `group_key` |
-| session, its place | `<group>-<index>` |
-| another attempt at it | `<group>-<index>~<number>` |
+| session | `<group>-<index>`; of another attempt `<group>-<index>~<number>`: see `SessionName` |
 """
 
 import json
@@ -23,6 +22,7 @@ from typing import Any
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.records import Event, Session, SessionStatus, json_text
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 
@@ -30,9 +30,8 @@ NOT_RUN: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
 """Outcomes of sessions that did not run to their end."""
 RERUN: frozenset[SessionStatus] = NOT_RUN | {"unjudged"}
 """Outcomes that say nothing of the policy. An unjudged session is rerun too: its judge may be fixed by then."""
-_PLACE = re.compile(r"(.+)\.(0|[1-9][0-9]*)-[0-9]+")
-"""A session's place: task and key, the round, and the index. Its group may be another one since somebody changed it."""
-_ATTEMPT = re.compile(r"~([1-9][0-9]*)$")
+_ROUND = re.compile(r"(.+)\.(0|[1-9][0-9]*)")
+"""A group's id: task and key, and the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +49,6 @@ class Group:
     """The recorded session that its sessions fork, in place of the recorder's."""
     evaluates: bool = False
     """True for sessions of an evaluation, which are recorded apart from those that train."""
-
-
-def place_of(session_id: str) -> str:
-    """Return the id of a session's first attempt."""
-    return _ATTEMPT.sub("", session_id)
-
-
-def attempt_of(session_id: str) -> int:
-    """Return the number of a session's earlier attempts."""
-    found = _ATTEMPT.search(session_id)
-    return int(found[1]) if found else 0
-
-
-def next_attempt(session_id: str) -> str:
-    """Return the id of the next attempt at a session."""
-    return f"{place_of(session_id)}~{attempt_of(session_id) + 1}"
 
 
 _OF_TASK = ("task_id", "group_id", "task_digest", "policy_version")
@@ -133,9 +116,12 @@ class Recorded:
         self._places: defaultdict[str, list[Session]] = defaultdict(list)
         self._rounds: defaultdict[str, set[int]] = defaultdict(set)
         for session in sessions:
-            place = place_of(session.session_id)
-            self._places[place].append(session)
-            if found := _PLACE.fullmatch(place):
+            name = SessionName.parse(session.session_id)
+            self._places[name.place].append(session)
+            if name.seat is None:
+                continue
+            found = _ROUND.fullmatch(name.seat.group_id)
+            if found is not None:
                 self._rounds[found[1]].add(int(found[2]))
 
     def group(self, task: Task, key: Mapping[str, str], sessions: int, *, further: bool) -> Group:
@@ -157,11 +143,10 @@ class Recorded:
 
     def attempts(self, group: Group) -> list[Session]:
         """Return all recorded sessions at the places of a group, in the order of the places and attempts."""
-        return [
-            session
-            for place in group.session_ids
-            for session in sorted(self._places[place], key=lambda session: attempt_of(session.session_id))
-        ]
+        attempts: list[Session] = []
+        for place in group.session_ids:
+            attempts += sorted(self._places[place], key=_attempt)
+        return attempts
 
     def missing(self, group: Group) -> Group:
         """Return the group with the ids of the sessions that are still to be run: new places, and further attempts."""
@@ -174,8 +159,13 @@ class Recorded:
             if not attempts:
                 ids.append(place)
             elif all(session.status in again for session in attempts):
-                ids.append(next_attempt(attempts[-1].session_id))
+                last = SessionName.parse(attempts[-1].session_id)
+                ids.append(str(last.next))
         return ids
+
+
+def _attempt(session: Session) -> int:
+    return SessionName.parse(session.session_id).attempt
 
 
 def resume_lines(

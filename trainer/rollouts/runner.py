@@ -14,10 +14,11 @@ from typing import Literal, Self
 from rolltap.addons.errors import RecorderError, RolltapError, UnreadableModelError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.rollouts.node import Node, SessionAttempt
 from rolltap.trainer.rollouts.outcomes import Failures, Tally
 from rolltap.trainer.rollouts.queue import Action, Phase, SessionQueue
-from rolltap.trainer.rollouts.resume import NOT_RUN, Group, place_of
+from rolltap.trainer.rollouts.resume import NOT_RUN, Group
 from rolltap.trainer.traces.facts import Facts
 
 logger = logging.getLogger(__name__)
@@ -300,7 +301,7 @@ class GroupRunner:
     def _start(self, submitted: _SubmittedGroup, session_id: str, node: Node) -> None:
         attempt = SessionAttempt(session_id, submitted.group, submitted.policy_version)
         now = time.monotonic()
-        begun_at = submitted.begun_at.setdefault(place_of(session_id), now)
+        begun_at = submitted.begun_at.setdefault(SessionName.parse(session_id).place, now)
         if begun_at == now:
             attempt.queued_seconds = now - submitted.submitted_at
         else:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationEr
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import SessionStatus
 from rolltap.addons.store.tables import run_files
-from rolltap.trainer.rollouts.resume import RERUN, Group, place_of
+from rolltap.trainer.names import SessionName
+from rolltap.trainer.rollouts.resume import RERUN, Group
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.service.journal import Journal
 from rolltap.trainer.service.requests import GroupRequest, GroupView, Name, SessionView, State
@@ -135,16 +136,22 @@ class OpenGroup:
 
     def left(self) -> set[str]:
         """Return the ids of the request's sessions of which no attempt has ended."""
-        return self.unfinished() - {place_of(name) for name in self.known}
+        return self.unfinished() - {SessionName.parse(name).place for name in self.known}
 
     def unfinished(self) -> set[str]:
         """Return the ids of the request's sessions that have no outcome of their own."""
-        ended = {place_of(name) for name, status in self.known.items() if status not in RERUN}
+        ended = set()
+        for name, status in self.known.items():
+            if status not in RERUN:
+                ended.add(SessionName.parse(name).place)
         return set(self.request.session_ids) - ended - self.stopped
 
     def is_cut_short(self) -> bool:
         """Return True when a session was stopped before it had an outcome, or did not begin."""
-        came = {place_of(name) for name, status in self.known.items() if status != "cancelled"}
+        came = set()
+        for name, status in self.known.items():
+            if status != "cancelled":
+                came.add(SessionName.parse(name).place)
         return not came.issuperset(self.request.session_ids)
 
 
@@ -188,11 +195,12 @@ class GroupBook:
         if isinstance(event, Cancelled) and event.session_id is None:
             accepted.cancelled = True
         elif isinstance(event, Cancelled):
-            group.stopped.add(place_of(str(event.session_id)))
+            assert event.session_id is not None
+            group.stopped.add(SessionName.parse(event.session_id).place)
         elif isinstance(event, GroupEnded):
             self.close(event.id, number)
         else:
-            place = place_of(event.session_id)
+            place = SessionName.parse(event.session_id).place
             if event.session_id in group.known or place not in group.request.session_ids:
                 what = f"no session {event.session_id} that runs"
                 raise InputError(f"the group {event.id} has {what}")

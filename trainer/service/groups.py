@@ -18,8 +18,8 @@ from rolltap.addons.engine.policy import Policy, PolicyFile
 from rolltap.addons.errors import InputError, RunError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import write_policy
-from rolltap.trainer.names import some
-from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
+from rolltap.trainer.names import SessionName, some
+from rolltap.trainer.rollouts.resume import Group, Recorded
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.service.book import GroupBook, OpenGroup, request_digest
@@ -180,7 +180,7 @@ class Groups:
         Raises `KeyError` for an unknown group or session, and `OSError`.
         """
         view = self.view(name)
-        place = place_of(session_id)
+        place = SessionName.parse(session_id).place
         if place not in view.session_ids:
             raise KeyError(session_id)
         async with self.book.changes:

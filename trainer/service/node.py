@@ -20,10 +20,11 @@ from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.console import Advance
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.node import Enter, SessionAttempt
 from rolltap.trainer.rollouts.queue import Slots
-from rolltap.trainer.rollouts.resume import Group, next_attempt, place_of
+from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runner import GroupRunner, OnEnd, OnLost
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.service.client import PAUSES, AsyncClient, Client
@@ -40,9 +41,9 @@ _UNBOUNDED = sys.maxsize
 class _SentGroup:
     """A group that the service has."""
 
-    sent: asyncio.Task[dict[str, str]]
+    sent: asyncio.Task[dict[int | None, str]]
     """Its result: index of a session -> the session's id there, of its first attempt."""
-    ended: asyncio.Task[dict[str, Session]]
+    ended: asyncio.Task[dict[int | None, Session]]
     """Its result: index of a session -> its row, of its last attempt."""
 
 
@@ -78,7 +79,7 @@ class ServiceNode:
             ended.add_done_callback(_look_at)
             self._groups[group.group_id] = _SentGroup(sent, ended)
         there = self._groups[group.group_id]
-        index = _index(attempt.session_id, group.group_id)
+        index = _index(attempt.session_id)
         try:
             places = await asyncio.shield(there.sent)
             if not group.evaluates and index in places:
@@ -101,17 +102,19 @@ class ServiceNode:
 
     def first_version(self, session_id: str) -> str | None:
         """Return the version of the weights of a session's first call: see `Node`."""
-        name = self._places.get(session_id)
-        if name is None:
+        place = self._places.get(session_id)
+        if place is None:
             return None
-        while self._rows.of("sessions", name, ("status",)):  # the service tried again
-            name = next_attempt(name)
-        return self._rows.first_version(name)
+        name = SessionName(place)
+        while self._rows.of("sessions", str(name), ("status",)):  # the service tried again
+            name = name.next
+        return self._rows.first_version(str(name))
 
-    async def _send(self, group: Group) -> dict[str, str]:
+    async def _send(self, group: Group) -> dict[int | None, str]:
         names = []
         for session_id in group.session_ids:
-            names.append(_name(session_id, group.group_id))
+            place = SessionName.parse(session_id).place
+            names.append(place.removeprefix(f"{group.group_id}-"))
         fork = None
         if group.fork is not None:
             fork = await asyncio.to_thread(self._forked, group.fork)
@@ -128,7 +131,7 @@ class ServiceNode:
             if error.status != 409:
                 raise
             view = await self._client.get(group.group_id)  # an earlier start sent it
-        return {_index(name, group.group_id): name for name in view.session_ids}
+        return {_index(name): name for name in view.session_ids}
 
     def _forked(self, source: RecordedFrom) -> tuple[str, str]:
         """Return the session and the call that a group forks. Raises `RunError` and `OSError`."""
@@ -138,7 +141,7 @@ class ServiceNode:
                 return source.session, call
         raise RunError(f"{self._run} has no call of {source.session} at {source.until}")
 
-    async def _result(self, group: Group, sent: asyncio.Task[dict[str, str]]) -> dict[str, Session]:
+    async def _result(self, group: Group, sent: asyncio.Task[dict[int | None, str]]) -> dict[int | None, Session]:
         await sent
         view: GroupView = await self._client.wait(group.group_id)
         table = self._tables[group.evaluates]
@@ -146,11 +149,11 @@ class ServiceNode:
         found = {}
         for session in view.sessions:
             if session.session_id in rows:  # one that a kill interrupted gets its row later
-                index = _index(session.session_id, group.group_id)
+                index = _index(session.session_id)
                 found[index] = rows[session.session_id]
         return found
 
-    async def _stop(self, there: _SentGroup, group_id: str, index: str) -> Session | None:
+    async def _stop(self, there: _SentGroup, group_id: str, index: int | None) -> Session | None:
         """Stop a session. Return its row when its group has ended; None when it did not begin."""
         places = await asyncio.shield(there.sent)
         if index in places:
@@ -159,20 +162,18 @@ class ServiceNode:
         return rows.get(index)
 
 
-def _look_at(ended: asyncio.Task[dict[str, Session]]) -> None:
+def _look_at(ended: asyncio.Task[dict[int | None, Session]]) -> None:
     """Take the error of a group that could not be sent: its sessions raise it."""
     if not ended.cancelled():
         ended.exception()
 
 
-def _name(session_id: str, group_id: str) -> str:
-    """Return the name of a session in a request."""
-    return place_of(session_id).removeprefix(f"{group_id}-")
-
-
-def _index(session_id: str, group_id: str) -> str:
-    """Return a session's index in its group: its name is `<index>.<start of the training>`."""
-    return _name(session_id, group_id).partition(".")[0]
+def _index(session_id: str) -> int | None:
+    """Return a session's index in its group; None for a session that no training named."""
+    seat = SessionName.parse(session_id).seat
+    if seat is None:
+        return None
+    return seat.index
 
 
 class ServiceWorker:

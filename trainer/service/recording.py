@@ -26,8 +26,9 @@ from rolltap.addons.store.tables import ROOM_BYTES
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.descriptors import too_many_files
 from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.rollouts.node import Node
-from rolltap.trainer.rollouts.resume import Recorded, interrupted_sessions, next_attempt, place_of
+from rolltap.trainer.rollouts.resume import Recorded, interrupted_sessions
 from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.training import EVALUATION
@@ -223,13 +224,13 @@ class RecordedGroups:
         failures: Counter[str] = Counter()
         for session in recorded.attempts(opened.group):
             if session.status == "infrastructure":
-                failures[place_of(session.session_id)] += 1
+                failures[SessionName.parse(session.session_id).place] += 1
             if session.session_id not in opened.known:  # the service ended before its event
                 self._note(replace(session, group_id=name), 0.0)  # somebody may have changed it
         missing: list[str] = []
         tried: dict[str, int] = {}
         for session_id in recorded.missing(opened.group).session_ids:
-            place = place_of(session_id)
+            place = SessionName.parse(session_id).place
             may_run = failures[place] <= self._worker.config.retries
             if not over and may_run and place not in opened.stopped:
                 missing.append(session_id)
@@ -248,10 +249,10 @@ class RecordedGroups:
         """Stop a session of an open group, by its id in the request. Its attempt is one of these."""
         if self.runner is None or place not in group.begun:
             return
-        session_id = group.begun[place]
+        name = SessionName.parse(group.begun[place])
         for _ in range(self._worker.config.retries + 1):
-            self.runner.cancel(session_id, "it was cancelled")
-            session_id = next_attempt(session_id)
+            self.runner.cancel(str(name), "it was cancelled")
+            name = name.next
 
     def _share_policy(self) -> None:
         """Let evaluations begin with the weights of the run."""

@@ -24,9 +24,9 @@ from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import nodes_started, processes_started, watched
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.names import Version
+from rolltap.trainer.names import SessionName, Version
 from rolltap.trainer.nodes.worker import make_worker
-from rolltap.trainer.rollouts.resume import Group, place_of
+from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.score import Teacher, score_run
 from rolltap.trainer.service.node import ServiceWorker
@@ -237,13 +237,16 @@ class OnlineTraces(Source):
         if not self._recipe.max_staleness:
             self._rollouts.end_evaluation()
             self.trainer.log_metrics(self._evaluations.metrics(version))
-        own = f".{self._attempt.number}"
-        before = [each for each in sessions if not place_of(each.session_id).endswith(own)]
+        before = [each for each in sessions if self._is_of_earlier_start(each)]
         line = f"step {version.step + 1}/{self.trainer.args.max_steps}  {len(sessions)} sessions"
         if before:
             line += f" ({len(before)} recorded before)"
         self._console.print(line)
         return batch
+
+    def _is_of_earlier_start(self, session: Session) -> bool:
+        seat = SessionName.parse(session.session_id).seat
+        return seat is None or seat.start != self._attempt.number
 
     def _version(self) -> Version:
         """Return the name of the trainer's weights."""

@@ -7,21 +7,18 @@ with a row that are in no line are still to be trained.
 """
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Self
 
 from pydantic import BaseModel, ValidationError
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.records import Session
-from rolltap.trainer.names import Version
-from rolltap.trainer.rollouts.resume import RERUN, Group, attempt_of, place_of
+from rolltap.trainer.names import Seat, SessionName, Version
+from rolltap.trainer.rollouts.resume import RERUN, Group
 from rolltap.trainer.runs.views.evaluation import SOLVED
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.toml import describe
@@ -83,13 +80,13 @@ class TrainedBatches:
         groups: dict[str, list[tuple[str, int]]] = {}
         for batch in self._steps.values():
             for session in batch.sessions:
-                place = Place.parse(session[0])
-                if place is not None:
-                    groups.setdefault(place.group_id, []).append(session)
+                seat = SessionName.parse(session[0]).seat
+                if seat is not None:
+                    groups.setdefault(seat.group_id, []).append(session)
             for name in batch.stale:
-                place = Place.parse(name)
-                if place is not None:
-                    groups[place.group_id] = []
+                seat = SessionName.parse(name).seat
+                if seat is not None:
+                    groups[seat.group_id] = []
         return groups
 
     def add(self, batch: TrainedBatch) -> None:
@@ -99,29 +96,6 @@ class TrainedBatches:
             file.write(batch.model_dump_json(exclude_defaults=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-_PLACE = re.compile(r"(.+)-([0-9]+)\.([0-9]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Parts of a session's id. The group of its row may be another one since somebody changed it."""
-
-    group_id: str
-    """The group that it was run in."""
-    index: int
-    """Its index in the group."""
-    start: int
-    """The training's attempt."""
-
-    @classmethod
-    def parse(cls, session_id: str) -> Self | None:
-        """Return the place of a session of a step; None for an id of another form."""
-        found = _PLACE.fullmatch(place_of(session_id))
-        if found is None:
-            return None
-        return cls(found[1], int(found[2]), int(found[3]))
 
 
 def step_group(version: Version, position: int, task: Task, sessions: int, kind: str = "") -> Group:
@@ -177,9 +151,9 @@ def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:
     """
     by_index: dict[int, Session] = {}
     for session in sessions:
-        place = Place.parse(session.session_id)
-        if place is not None:
-            by_index[place.index] = session
+        seat = SessionName.parse(session.session_id).seat
+        if seat is not None:
+            by_index[seat.index] = session
     return {name: by_index[index] for index, name in enumerate(group.session_ids) if index in by_index}
 
 
@@ -187,15 +161,17 @@ class FinishedSessions:
     """Sessions with a row in the run folder, and no outcome of `RERUN`, by group and index."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
-        attempts = []
+        attempts: list[tuple[int, int, Seat, Session]] = []
         for session in sessions:
-            place = Place.parse(session.session_id)
-            if place is not None and session.status not in RERUN:
-                attempts.append((place.start, attempt_of(session.session_id), place, session))
+            name = SessionName.parse(session.session_id)
+            seat = name.seat
+            if seat is None or seat.start is None or session.status in RERUN:
+                continue
+            attempts.append((seat.start, name.attempt, seat, session))
         attempts.sort(key=itemgetter(0, 1))
         self._found: defaultdict[tuple[str, int], list[Session]] = defaultdict(list)
-        for _, _, place, session in attempts:
-            self._found[place.group_id, place.index].append(session)
+        for _, _, seat, session in attempts:
+            self._found[seat.group_id, seat.index].append(session)
 
     def of(self, group: Group, weights: Version, staleness: int = 0) -> dict[str, Session]:
         """Return id in `group` -> session of the first attempt that need not be tried again.

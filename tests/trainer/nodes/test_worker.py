@@ -15,8 +15,8 @@ import rolltap
 import rolltap.types
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.nodes.worker import make_worker
-from rolltap.trainer.rollouts.resume import place_of
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
 from tests.trainer.nodes.conftest import SLOTS, left_below, processes_below
@@ -83,7 +83,7 @@ def assert_whole(run, groups, sessions=SESSIONS):
     logs = [(run.path / "logs" / f"{row.session_id}.log") for row in rows]
     told = [log.read_text() for log in logs if log.exists()]
     assert list(rewarded.values()) == [sessions] * groups, told
-    assert len({place_of(row.session_id) for row in rows}) == groups * sessions
+    assert len({SessionName.parse(row.session_id).place for row in rows}) == groups * sessions
     kept = {row.session_id for row in rows if row.reward is not None}
     for finding in rolltap.verify_run(run.path).findings:  # a call that ran when its node died
         assert finding.grade == "notice", finding
@@ -173,7 +173,7 @@ def test_a_service_that_is_killed_completes_its_groups_on_new_nodes(
             assert service.stop() == 130
     kinds = Counter(kind for kind, _ in events)
     assert (kinds["accepted"], kinds["ended"]) == (1, 1)
-    assert len({place_of(name) for kind, name in events if kind == "session"}) == 6
+    assert len({SessionName.parse(name).place for kind, name in events if kind == "session"}) == 6
     assert_whole(rolltap.open_run(tmp_path / "run"), groups=1, sessions=6)
     assert left_below(temporary) == {}
 

@@ -16,7 +16,8 @@ import rolltap
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.serve import EngineServer
-from rolltap.trainer.rollouts.resume import RERUN, place_of
+from rolltap.trainer.names import SessionName
+from rolltap.trainer.rollouts.resume import RERUN
 from tests.conftest import free_port, vllm_program
 from tests.trainer.rollouts.soak import left
 
@@ -102,7 +103,7 @@ def test_it_was_a_bad_day_and_every_session_came_to_its_end_once(endured):
     rows = list(read_rows(folder / "run", "sessions"))
     ids = [row["session_id"] for row in rows]
     assert len(set(ids)) == len(ids)
-    ended = Counter(place_of(row["session_id"]) for row in rows if row["status"] not in RERUN)
+    ended = Counter(SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in RERUN)
     assert (len(ended), set(ended.values())) == (TASKS * SESSIONS, {1})
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rolltap.trainer.names import SessionName
 from rolltap.trainer.rollouts.queue import Action, SessionQueue, Slots
-from rolltap.trainer.rollouts.resume import next_attempt, place_of
 from tests.trainer.rollouts.simulated import long_tailed, simulate
 
 
@@ -64,11 +64,11 @@ class Rollout(RuleBasedStateMachine):
                 assert self.phases.get(session_id) == before
                 assert before is None or self.on[session_id] == node
                 assert session_id not in self.stopped
-                assert place_of(session_id) in self.groups[group_id]
+                assert SessionName.parse(session_id).place in self.groups[group_id]
                 assert session_id not in self.old
                 assert node in self.nodes
                 self.begun[session_id, kind] += 1
-                self.next[place_of(session_id)] = next_attempt(session_id)
+                self.next[SessionName.parse(session_id).place] = str(SessionName.parse(session_id).next)
                 self.phases[session_id] = ACTIVE[kind]
                 self.on[session_id] = node
 
@@ -149,7 +149,7 @@ class Rollout(RuleBasedStateMachine):
         if further is None:
             self.finish(session_id)
         else:
-            assert place_of(further) == place_of(session_id)
+            assert SessionName.parse(further).place == SessionName.parse(session_id).place
         self.stopped.discard(session_id)
         self.act()
 
@@ -177,9 +177,9 @@ class Rollout(RuleBasedStateMachine):
             assert not self.queue.wait_again(session_id)
 
     def finish(self, session_id):
-        self.finished.add(place_of(session_id))
+        self.finished.add(SessionName.parse(session_id).place)
         for places in self.groups.values():
-            places.discard(place_of(session_id))
+            places.discard(SessionName.parse(session_id).place)
 
     @precondition(lambda self: self.old)
     @rule(data=st.data())
@@ -199,11 +199,11 @@ class Rollout(RuleBasedStateMachine):
         self.queue.cancel(group_id)
         self.forget_waiting(self.groups[group_id])
         self.act()
-        active = {name for name in self.phases if place_of(name) in self.groups.get(group_id, ())}
+        active = {name for name in self.phases if SessionName.parse(name).place in self.groups.get(group_id, ())}
         assert active <= self.stopped
 
     def forget_waiting(self, places):
-        active = {place_of(name) for name in self.phases}
+        active = {SessionName.parse(name).place for name in self.phases}
         for place in [place for place in places if place not in active]:
             self.finish(place)
 
@@ -259,7 +259,7 @@ class Rollout(RuleBasedStateMachine):
         places = {place: group_id for group_id, group in getattr(self, "groups", {}).items() for place in group}
         nodes = defaultdict(set)
         for session_id, node in getattr(self, "on", {}).items():
-            nodes[places[place_of(session_id)]].add(node)
+            nodes[places[SessionName.parse(session_id).place]].add(node)
         assert all(len(each) == 1 for each in nodes.values())
 
     def teardown(self):

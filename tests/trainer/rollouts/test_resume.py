@@ -8,18 +8,10 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import resume
-from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, key_parts, next_attempt, started_event
+from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, key_parts, started_event
 from rolltap.trainer.tasks.task import Task
 
 IDS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
-
-
-@given(IDS, st.integers(0, 20))
-def test_an_attempt_has_the_place_of_the_first_and_a_number(session_id, number):
-    name = session_id
-    for _ in range(number):
-        name = next_attempt(name)
-    assert (resume.place_of(name), resume.attempt_of(name)) == (session_id, number)
 
 
 def test_the_key_of_a_group_tells_its_parts_apart():

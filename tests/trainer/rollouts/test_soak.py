@@ -7,7 +7,8 @@ import pytest
 import rolltap
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.resume import NOT_RUN, RERUN, place_of
+from rolltap.trainer.names import SessionName
+from rolltap.trainer.rollouts.resume import NOT_RUN, RERUN
 from tests.trainer.rollouts.soak import endure, left
 
 ACTS = {5: "kill rolltap", 12: "kill the recorder", 18: "restart the engine", 24: "kill rolltap"}
@@ -42,8 +43,8 @@ def test_no_session_is_lost_or_run_twice(soaked, rows):
     assert len(set(begun)) == len(begun)
     assert {*begun} <= {*ids}
     assert all("no box for the " in row["error"] for row in rows if row["session_id"] not in begun)
-    assert len({place_of(row["session_id"]) for row in rows if row["status"] not in NOT_RUN}) == 16
-    ended = Counter(place_of(row["session_id"]) for row in rows if row["status"] not in RERUN)
+    assert len({SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in NOT_RUN}) == 16
+    ended = Counter(SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in RERUN)
     assert set(ended.values()) == {1}
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 import rolltap
-from rolltap.trainer.rollouts.resume import RERUN, attempt_of, place_of
+from rolltap.trainer.names import SessionName
+from rolltap.trainer.rollouts.resume import RERUN
 from rolltap.trainer.runs.views.training import EVALUATION
 from tests.trainer.rollouts.soak import left
 from tests.trainer.service.bad_day import BadDay
@@ -92,8 +93,8 @@ def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day,
     assert told == Counter(session.session_id for session in sessions)
     assert told == Counter(name for end in ends for name in end["session_ids"])
     attempts = {}
-    for session in sorted(sessions, key=lambda session: attempt_of(session.session_id)):
-        attempts.setdefault(place_of(session.session_id), []).append(session.status)
+    for session in sorted(sessions, key=lambda session: SessionName.parse(session.session_id).attempt):
+        attempts.setdefault(SessionName.parse(session.session_id).place, []).append(session.status)
     for end in ends:
         for number in range(day.groups[end["id"]]["sessions"]) if end["state"] == "ended" else ():
             *earlier, last = attempts[f"{end['id']}-{number}"]
