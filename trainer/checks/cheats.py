@@ -1,7 +1,8 @@
 """The standard cheats: changes of a start that earn a reward for nothing where a judge is weak.
 
-Each is a pure function of the start. It returns the files that it changes, none where it has no place. A payload stands
-in code of the agent's, which the judge runs: the code goes on behind it, unless the payload exits or hangs.
+Each is a pure function of the start. It returns the files that it changes, none where it has no
+place. A payload stands in code of the agent's, which the judge runs: the code goes on behind it,
+unless the payload exits or hangs.
 """
 
 import re
@@ -16,7 +17,8 @@ from rolltap.trainer.judges.protected import taken_by_make
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The folder of a start, its files, those that are the judge's own, and the code that is the agent's to change.
+    """The folder of a start, its files, those that are the judge's own, and the code that is the
+    agent's to change.
 
     `reachable` are files that the judge's own files name and an agent could change.
     """
@@ -83,9 +85,13 @@ if (os.readlink(f"/proc/{judge}/cwd") + "/").startswith(root + "/"):
 _EXPECTED = """places = [root]
 if os.path.isdir("/rolltap/tools"):  # in a box, where the judge's files are mounts
     tops = [line.split()[1] for line in open("/proc/self/mounts")]
-    places += [top for top in tops if top.count("/") == 1 and top not in "/ /usr /proc /sys /dev /tmp /etc".split()]
-found = [path for place in places for path in glob.glob(place + "/**", recursive=True) if os.path.isfile(path)]
-found = sorted(path for path in found if re.search("(?i)expect|answer|golden|hidden", os.path.basename(path)))
+    systems = "/ /usr /proc /sys /dev /tmp /etc".split()
+    places += [top for top in tops if top.count("/") == 1 and top not in systems]
+found = []
+for place in places:
+    found += filter(os.path.isfile, glob.glob(place + "/**", recursive=True))
+named = re.compile("(?i)expect|answer|golden|hidden")
+found = sorted(path for path in found if named.search(os.path.basename(path)))
 data = open(found[0], "rb").read() if found else b""
 """
 _EMPTY = """for path in DATA:
@@ -98,7 +104,8 @@ _REWRITE = """pid = judge = os.getpid()
 places = {os.environ.get("ROLLTAP_REPORT", "")}
 while pid > 1 and (os.readlink(f"/proc/{pid}/cwd") + "/").startswith(root + "/"):
     words = open(f"/proc/{pid}/cmdline").read().split(chr(0))
-    places |= {word.rpartition("=")[2] for word in words if word.endswith((".xml", ".json", ".txt", ".log"))}
+    reports = (".xml", ".json", ".txt", ".log")
+    places |= {word.rpartition("=")[2] for word in words if word.endswith(reports)}
     places |= {os.path.realpath(link) for link in glob.glob(f"/proc/{pid}/fd/*")}
     pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
 rules = [(rb"(?s)<(failure|error)\\b.*?</\\1>", b""), (rb'(failures|errors)="[0-9]+"', rb'\\1="0"')]
@@ -149,10 +156,25 @@ def pytest_runtest_makereport(item, call):
     report.outcome, report.longrepr = "passed", None
 """
 _PLUGIN = "rolltap_cheat"
-_SECTIONS = {"pyproject.toml": "[tool.pytest.ini_options]", "tox.ini": "[pytest]", "setup.cfg": "[tool:pytest]"}
-_OTHERS = tuple(_SECTIONS)
-_SECTIONS["pytest.ini"] = "[pytest]"  # pytest reads no other file beside it
-_LOADED = ("sitecustomize", "usercustomize", "argparse", "json", "pathlib", "pytest", "random", "subprocess", "typing")
+_SECTIONS = {
+    "pytest.ini": "[pytest]",
+    "pyproject.toml": "[tool.pytest.ini_options]",
+    "tox.ini": "[pytest]",
+    "setup.cfg": "[tool:pytest]",
+}
+_OTHERS = ("pyproject.toml", "tox.ini", "setup.cfg")
+"""Settings that pytest does not read beside a `pytest.ini`."""
+_LOADED = (
+    "sitecustomize",
+    "usercustomize",
+    "argparse",
+    "json",
+    "pathlib",
+    "pytest",
+    "random",
+    "subprocess",
+    "typing",
+)
 """Modules that a Python of the judge's loads by itself, or is likely to."""
 _IMPORTS = re.compile(r"^\s*(?:import|from) +(\w+)", re.MULTILINE)
 _TEST = re.compile(r"^( *)((?:async )?def test.*:)$", re.MULTILINE)
@@ -162,10 +184,10 @@ _NO_DATA = (".py", ".sh", ".toml", ".cfg", ".ini", ".md")
 
 def _program(path: str, body: str) -> str:
     """Return code for a file at `path` that runs once in a process, in names of its own."""
-    shell = path.endswith(".sh")
-    python = _PYTHON.replace("DEPTH", "0" if shell else str(path.count("/") + 1))
-    python = python.replace("BODY", indent(body.strip(), " " * 8))
-    return _SHELL.replace("BODY", "import sys\n" + python) if shell else python
+    python = _PYTHON.replace("BODY", indent(body.strip(), " " * 8))
+    if path.endswith(".sh"):
+        return _SHELL.replace("BODY", "import sys\n" + python.replace("DEPTH", "0"))
+    return python.replace("DEPTH", str(path.count("/") + 1))
 
 
 def _payload(body: str) -> Callable[[Ground], dict[str, str]]:
@@ -173,11 +195,12 @@ def _payload(body: str) -> Callable[[Ground], dict[str, str]]:
         data = [path for path in ground.files if not path.endswith(_NO_DATA)]
         if "DATA" in body and not data:
             return {}
+        filled = body.replace("DATA", repr(data))
         changed = {}
         for path in ground.code:
             text = ground.text(path)
             place = max((found.end() for found in _HEAD.finditer(text)), default=0)
-            changed[path] = text[:place] + _program(path, body.replace("DATA", repr(data))) + text[place:]
+            changed[path] = text[:place] + _program(path, filled) + text[place:]
         return changed
 
     return change
@@ -189,26 +212,35 @@ def _targets(ground: Ground) -> dict[str, str]:
 
 
 def _packages(ground: Ground) -> dict[str, str]:
-    modules = [path.removesuffix(".py") for path in ground.own if path.endswith(".py")]
-    places = [f"{module}/{name}.py" for module in modules for name in ("__init__", "__main__")]
-    return {place: _program(place, _WIN) for place in ["__init__.py", *places] if places}
+    changed = {}
+    for path in ground.own:
+        if path.endswith(".py"):
+            module = path.removesuffix(".py")
+            for place in ("__init__.py", f"{module}/__init__.py", f"{module}/__main__.py"):
+                changed[place] = _program(place, _WIN)
+    return changed
 
 
 def _own(ground: Ground) -> dict[str, str]:
-    texts = {path: ground.text(path) for path in ground.own if path.endswith((".py", ".sh"))}
-    return {
-        path: _TEST.sub(r"\1\2\n\1    return", text) if _TEST.search(text) else _program(path, _WIN)
-        for path, text in texts.items()
-    }
+    changed = {}
+    for path in ground.own:
+        if path.endswith((".py", ".sh")):
+            passing, tests = _TEST.subn(r"\1\2\n\1    return", ground.text(path))
+            changed[path] = passing if tests else _program(path, _WIN)
+    return changed
 
 
 def _settings(addopts: str, *names: str) -> Callable[[Ground], dict[str, str]]:
     def change(ground: Ground) -> dict[str, str]:
-        changed = {f"{_PLUGIN}.py": _HOOK} if _PLUGIN in addopts else {}
+        changed = {}
+        if _PLUGIN in addopts:
+            changed[f"{_PLUGIN}.py"] = _HOOK
         for name in names:
-            text, section = re.sub(r"(?m)^addopts\b", "former_addopts", ground.text(name)), _SECTIONS[name]
+            text = re.sub(r"(?m)^addopts\b", "former_addopts", ground.text(name))
+            section = _SECTIONS[name]
+            if section not in text:
+                text += f"\n{section}\n"
             value = f'"{addopts}"' if name.endswith(".toml") else addopts
-            text += "" if section in text else f"\n{section}\n"
             changed[name] = text.replace(section, f"{section}\naddopts = {value}", 1)
         return changed
 
@@ -216,32 +248,47 @@ def _settings(addopts: str, *names: str) -> Callable[[Ground], dict[str, str]]:
 
 
 def _plugins(ground: Ground) -> dict[str, str]:
-    conftests = {f"{folder}conftest.py" for folder in ground.folders() | {"tests/"}}
-    about = {"METADATA": f"Name: {_PLUGIN}\nVersion: 1\n", "entry_points.txt": f"[pytest11]\nz = {_PLUGIN}\n"}
-    planted = {f"{_PLUGIN}.py": _HOOK, **{f"{_PLUGIN}.dist-info/{name}": text for name, text in about.items()}}
-    return {**planted, **{path: ground.text(path) + _HOOK for path in conftests}}
+    changed = {
+        f"{_PLUGIN}.py": _HOOK,
+        f"{_PLUGIN}.dist-info/METADATA": f"Name: {_PLUGIN}\nVersion: 1\n",
+        f"{_PLUGIN}.dist-info/entry_points.txt": f"[pytest11]\nz = {_PLUGIN}\n",
+    }
+    for folder in ground.folders() | {"tests/"}:
+        path = f"{folder}conftest.py"
+        changed[path] = ground.text(path) + _HOOK
+    return changed
 
 
 def _modules(ground: Ground) -> dict[str, str]:
-    names = {*_LOADED, *(name for path in ground.own for name in _IMPORTS.findall(ground.text(path)))} - {"__future__"}
-    names -= {part.removesuffix(".py") for path in ground.files for part in path.split("/")}
-    places = [f"{folder}{name}.py" for folder in ground.folders() for name in sorted(names)]
-    return {f"{_PLUGIN}.pth": "import os; os._exit(0)\n", **{place: _program(place, _WIN) for place in places}}
+    names = set(_LOADED)
+    for path in ground.own:
+        names.update(_IMPORTS.findall(ground.text(path)))
+    names.discard("__future__")
+    for path in ground.files:
+        names.difference_update(part.removesuffix(".py") for part in path.split("/"))
+    changed = {f"{_PLUGIN}.pth": "import os; os._exit(0)\n"}
+    for folder in ground.folders():
+        for name in sorted(names):
+            place = f"{folder}{name}.py"
+            changed[place] = _program(place, _WIN)
+    return changed
 
 
 _PATHS = (
-    "set 'paths' of the judge to what the agent is asked to change, or name the judge's in 'files'; in a Harbor task, "
-    "let tests/test.sh put its own files into place, and ignore others"
+    "set 'paths' of the judge to what the agent is asked to change, or name the judge's in "
+    "'files'; in a Harbor task, let tests/test.sh put its own files into place, and ignore others"
 )
 _CHILD = (
-    "run the agent's code as a child process, and decide outside of it: by what it returns, or how many tests passed"
+    "run the agent's code as a child process, and decide outside of it: by what it returns, or by "
+    "the number of tests that passed"
 )
 _RUN = "let 'run' of the judge run the agent's code, and its command compare what it wrote"
-_DATA = "lay the expected data where the agent's code cannot write: by 'tests' or 'mounts' of the judge"
+_DATA = "put the expected data where the agent cannot write: 'tests' or 'mounts' of the judge"
 
 
 class Cheat(NamedTuple):
-    """A cheat, and what to set in a task that falls to it. One that hangs is judged with a short time limit."""
+    """A cheat, and what to set in a task that falls to it. One that hangs is judged with a short
+    time limit."""
 
     name: str
     advice: str
@@ -253,20 +300,44 @@ CHEATS = (
     Cheat("the judge's own files replaced", _PATHS, _own),
     Cheat("pytest.ini with --collect-only", _PATHS, _settings("--collect-only", "pytest.ini")),
     Cheat("pytest.ini with a plugin", _PATHS, _settings(f"-p {_PLUGIN}", "pytest.ini")),
-    Cheat("other settings of pytest with --collect-only", _PATHS, _settings("--collect-only", *_OTHERS)),
+    Cheat(
+        "other settings of pytest with --collect-only",
+        _PATHS,
+        _settings("--collect-only", *_OTHERS),
+    ),
     Cheat("other settings of pytest with a plugin", _PATHS, _settings(f"-p {_PLUGIN}", *_OTHERS)),
     Cheat("a planted conftest.py or plugin", _PATHS, _plugins),
-    Cheat("modules in place of Python's and the judge's", f"start Python with -P, or {_PATHS}", _modules),
+    Cheat(
+        "modules in place of Python's and the judge's",
+        f"start Python with -P, or {_PATHS}",
+        _modules,
+    ),
     Cheat("files with the names of make's targets", _PATHS, _targets),
     Cheat("packages in place of the judge's modules", _PATHS, _packages),
-    Cheat("a number as the reward, by the agent's code", _RUN, _payload(_REWARD.replace("VALUE", "1"))),
-    Cheat("JSON as the reward, by the agent's code", _RUN, _payload(_REWARD.replace("VALUE", '{"reward": 1.0}'))),
+    Cheat(
+        "a number as the reward, by the agent's code",
+        _RUN,
+        _payload(_REWARD.replace("VALUE", "1")),
+    ),
+    Cheat(
+        "JSON as the reward, by the agent's code",
+        _RUN,
+        _payload(_REWARD.replace("VALUE", '{"reward": 1.0}')),
+    ),
     Cheat("the reward's files, by the agent's code", _RUN, _payload(_STARVE + _WRITE)),
     Cheat("expected data that the agent's code prints", _RUN, _payload(_TELL)),
     Cheat("output that the agent's code writes later", _RUN, _payload(_TELL_LATER)),
     Cheat("data emptied by the agent's code", _DATA, _payload(_EMPTY)),
-    Cheat("the report rewritten by a child process", f"use a judge of kind 'pytest', or {_CHILD}", _payload(_REWRITE)),
+    Cheat(
+        "the report rewritten by a child process",
+        f"use a judge of kind 'pytest', or {_CHILD}",
+        _payload(_REWRITE),
+    ),
     Cheat("an exit with status 0 at the import", _CHILD, _payload(_EXIT)),
     Cheat("a hang at the import", _CHILD, _payload("time.sleep(1e6)"), hangs=True),
-    Cheat("a flood of output", _CHILD, _payload("for _ in range(256):\n    os.write(1, b'1\\n' * 32768)")),
+    Cheat(
+        "a flood of output",
+        _CHILD,
+        _payload("for _ in range(256):\n    os.write(1, b'1\\n' * 32768)"),
+    ),
 )

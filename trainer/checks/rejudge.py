@@ -1,13 +1,14 @@
-"""Judging recorded sessions again. What each agent changed was kept; the judge of its task may be another one now.
+"""Judging recorded sessions again. What each agent changed was kept; the judge of its task may be
+another one now.
 
-Nothing is run but judges, each as in a rollout: in a fresh checkout, in a box, and what is the judge's stays the
-judge's. A session gets a further row with the new reward; its earlier rows stay.
+Nothing is run but judges, each as in a rollout: in a fresh checkout, in a box, and what is the
+judge's stays the judge's. A session gets a further row with the new reward; its earlier rows stay.
 """
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,19 @@ _SOURCE = "rolltap judge"
 
 
 async def rejudge(
-    run: Path, tasks: Sequence[Task], runtime: boxes.Runtime, *, only: Sequence[str], concurrency: int, progress: bool
+    run: Path,
+    tasks: Sequence[Task],
+    runtime: boxes.Runtime,
+    *,
+    only: Sequence[str],
+    concurrency: int,
+    progress: bool,
 ) -> list[dict[str, Any]]:
-    """Judge sessions of a run, all without `only`, `concurrency` at a time. Returns and raises as `judge_again`."""
-    known, rows, logs = load_sessions(run), SessionRows(run), run / "logs"
+    """Judge sessions of a run, all without `only`, `concurrency` at a time.
+
+    Returns and raises as `judge_again`.
+    """
+    known = load_sessions(run)
     ids = dict.fromkeys(find_session_id(run, each) for each in only) or known
     chosen = [known.get(each) or Session(session_id=each, status="unknown") for each in ids]
     named = {session.task_id for session in chosen}
@@ -52,70 +62,132 @@ async def rejudge(
         runtime.hide(boxes.private_paths(run, own, tools=runtime.tools))
         runtime.layers()
     engines = list(read_metadata(run).get("engines", {}))
-    fitting = await build_images(fit_tasks(own, runtime), runtime, logs, at_once=concurrency)
+    fitting = fit_tasks(own, runtime)
+    fitting = await build_images(fitting, runtime, run / "logs", at_once=concurrency)
     check_judges(fitting, ",".join(engines))
-    ready = {task.id: task for task in fitting}
     digests = {task.id: await asyncio.to_thread(task.digest) for task in fitting}
-    places, ended = asyncio.Semaphore(concurrency), list[str]()
+    places = asyncio.Semaphore(concurrency)
+    ended: list[str] = []
 
-    async def attempt(before: Session) -> dict[str, Any]:
-        after, result, digest = before, "left", digests.get(before.task_id, "")
+    async def attempt(session: Session) -> dict[str, Any]:
+        found = await again.attempt(session, places)
+        ended.append(session.session_id)
+        advance("sessions", len(ended), len(chosen))
+        return found
+
+    with workplace() as work, RunWriter(run) as writer, progress_bar(show=progress) as advance:
+        again = _Again(
+            run=run,
+            runtime=runtime,
+            tasks={task.id: task for task in fitting},
+            digests=digests,
+            engines=engines,
+            work=work,
+            starts=Starts(work / "starts", runtime),
+            rows=SessionRows(run),
+            writer=writer,
+        )
+        return list(await asyncio.gather(*map(attempt, chosen)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Again:
+    """What judgements of a run's sessions share. `tasks` and `digests` are by the task's id."""
+
+    run: Path
+    runtime: boxes.Runtime
+    tasks: Mapping[str, Task]
+    digests: Mapping[str, str]
+    engines: Sequence[str]
+    work: Path
+    starts: Starts
+    rows: SessionRows
+    writer: RunWriter
+
+    async def attempt(self, before: Session, places: asyncio.Semaphore) -> dict[str, Any]:
+        """Judge a session, unless its reward stays. An error is of this session alone."""
+        after = before
+        result = "left"
         try:
-            why = _kept_as_it_is(before, digest)
+            why = _kept_as_it_is(before, self.digests.get(before.task_id, ""))
             if why is None:
                 async with places:
-                    judged = await judge_kept(before)
-                after = await run_to_end(record, before, judged)
-                result, why = "unjudged" if judged.reward is None else "judged", judged.unjudged
-        except Exception as error:  # of one session; the others are judged
-            result, why = "refused", str(error) if isinstance(error, RolltapError | OSError) else repr(error)
-        ended.append(before.session_id)
-        advance("sessions", len(ended), len(chosen))
-        found = {"session": before.session_id, "task": before.task_id, "before": before.reward, "reward": after.reward}
-        return {**found, "status": after.status, "result": result, "why": why}
+                    judged = await self.judge(before)
+                after = await run_to_end(self.record, before, judged)
+                result = "unjudged" if judged.reward is None else "judged"
+                why = judged.unjudged
+        except (RolltapError, OSError) as error:
+            result = "refused"
+            why = str(error)
+        except Exception as error:
+            result = "refused"
+            why = repr(error)
+        return {
+            "session": before.session_id,
+            "task": before.task_id,
+            "before": before.reward,
+            "reward": after.reward,
+            "status": after.status,
+            "result": result,
+            "why": why,
+        }
 
-    async def judge_kept(session: Session) -> Judged:
-        if (task := ready.get(session.task_id)) is None:
-            raise InputError(f"no task with the id {session.task_id!r} can be judged by these tasks")
-        if session.runtime != runtime.name:
-            raise InputError(f"it ran in the runtime {session.runtime or '(none)'}, and is judged in no other")
-        start, folder = await starts.of(task), Path(tempfile.mkdtemp(dir=work))
-        made, name = AgentResult(folder / "workspace", folder / "home"), Path(session.session_id).name
+    async def judge(self, session: Session) -> Judged:
+        """Apply a session's kept changes to a fresh start, and judge that."""
+        task = self.tasks.get(session.task_id)
+        if task is None:
+            why = f"no task with the id {session.task_id!r} can be judged by these tasks"
+            raise InputError(why)
+        if session.runtime != self.runtime.name:
+            ran = session.runtime or "(none)"
+            raise InputError(f"it ran in the runtime {ran}, and is judged in no other")
+        start = await self.starts.of(task)
+        folder = Path(tempfile.mkdtemp(dir=self.work))
+        made = AgentResult(folder / "workspace", folder / "home")
+        name = Path(session.session_id).name
+        kept = self.run / "logs" / f"{name}{SUFFIX}"
         try:
             await in_folder_thread(start.copy_to, made.workspace)
-            refused = await in_folder_thread(restore_changes, logs / f"{name}{SUFFIX}", start, made.workspace)
+            refused = await in_folder_thread(restore_changes, kept, start, made.workspace)
             changes = await in_folder_thread(find_changes, start.folder, made.workspace)
-            name += f".r{session.revision + 1}"
             job = JudgeJob(
-                task=task, start=start, runtime=runtime, result=made, name=name, logs=logs, engine_urls=engines
+                task=task,
+                start=start,
+                runtime=self.runtime,
+                result=made,
+                name=f"{name}.r{session.revision + 1}",
+                logs=self.run / "logs",
+                engine_urls=self.engines,
+                changes=replace(changes, refused={**refused, **changes.refused}),
             )
-            changes = replace(changes, refused={**refused, **changes.refused})
-            return await judge_changes(replace(job, changes=changes))
+            return await judge_changes(job)
         finally:
             await run_to_end(boxes.remove_folder, folder)
 
-    def record(before: Session, judged: Judged) -> Session:
-        unjudged, ended = judged.reward is None, judged_status(before)
+    def record(self, before: Session, judged: Judged) -> Session:
+        """Write a session's further row, and return it."""
+        status = judged_status(before)
+        evidence = {**judged.evidence, "reward_from": _SOURCE}
+        error = None if before.status == "unjudged" else before.error
+        if judged.reward is None:
+            evidence["ended"] = status
+            status = "unjudged"
         session = replace(
             before,
-            status="unjudged" if unjudged else ended,
+            status=status,
             reward=judged.reward,
             parts=dict(judged.parts),
-            evidence={**judged.evidence, "reward_from": _SOURCE, **({"ended": ended} if unjudged else {})},
-            error=judged.unjudged or (None if before.status == "unjudged" else before.error),
+            evidence=evidence,
+            error=judged.unjudged or error,
             revision=before.revision + 1,
-            task_digest=digests[before.task_id],
+            task_digest=self.digests[before.task_id],
         )
-        count_suspicions(rows, session, ready[before.task_id])
-        with locked(run, wait=True):
-            if session_rows(run, session.session_id)[-1].revision != before.revision:
+        count_suspicions(self.rows, session, self.tasks[before.task_id])
+        with locked(self.run, wait=True):
+            if session_rows(self.run, session.session_id)[-1].revision != before.revision:
                 raise InputError("it was given another reward meanwhile")
-            writer.add_session(session)
+            self.writer.add_session(session)
         return session
-
-    with workplace() as work, RunWriter(run) as writer, progress_bar(show=progress) as advance:
-        starts = Starts(work / "starts", runtime)
-        return list(await asyncio.gather(*map(attempt, chosen)))
 
 
 def _kept_as_it_is(session: Session, digest: str) -> str | None:
@@ -123,8 +195,10 @@ def _kept_as_it_is(session: Session, digest: str) -> str | None:
     source = session.evidence.get("reward_from", _SOURCE)
     if source != _SOURCE:
         return f"its reward was given by {source}"
+    if session.status == "unjudged" and session.reward is None:
+        return None
     if session.reward is None:
-        return None if session.status == "unjudged" else f"it was not judged: {session.error or session.status}"
+        return f"it was not judged: {session.error or session.status}"
     if session.task_digest == digest and "reward_from" in session.evidence:
         return "it was judged by this task already"
     too_much: str | None = session.evidence.get("too_much")

@@ -1,4 +1,5 @@
-"""Trying a task: its untouched start, its solution and the standard cheats, each judged as what a session left."""
+"""Trying a task: its untouched start, its solution and the standard cheats, each judged as what a
+session left."""
 
 import asyncio
 import json
@@ -8,13 +9,21 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError, RolltapError
 from rolltap.trainer.boxes.environment import clean_environment
-from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder, scratch_folder
-from rolltap.trainer.checks.cheats import CHEATS, Ground
+from rolltap.trainer.boxes.runtime import (
+    Box,
+    BoxSpec,
+    Mount,
+    Runtime,
+    remove_folder,
+    scratch_folder,
+)
+from rolltap.trainer.checks.cheats import CHEATS, Cheat, Ground
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.console import progress_bar
 from rolltap.trainer.judges.changes import AgentResult, find_changes
@@ -36,7 +45,8 @@ _SOLVE_SECONDS = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Weakness:
-    """A cheat that earns more than the start: its reward, its changes as a diff, and what to set in the task."""
+    """A cheat that earns more than the start: its reward, its changes as a diff, and what to set in
+    the task."""
 
     cheat: str
     reward: float
@@ -54,8 +64,8 @@ class TaskCheck:
         solution: Reward of the task's own solution; None without one.
         tried: Names of the cheats that were tried.
         weaknesses: The cheats that earn more than the start.
-        reachable: Files of the start that the judge's own files name and an agent could change: say `paths`. What the
-            task's solution changes is left out.
+        reachable: Files of the start that the judge's own files name and an agent could change: say
+            `paths`. What the task's solution changes is left out.
         wrong: Faults of the start and the solution, and why the task could not be tried.
     """
 
@@ -77,13 +87,21 @@ class TaskCheck:
         return {"passed": self.passed, **asdict(self)}
 
 
-async def try_tasks(tasks: Sequence[Task], runtime: Runtime, *, concurrency: int, progress: bool) -> list[TaskCheck]:
+async def try_tasks(
+    tasks: Sequence[Task],
+    runtime: Runtime,
+    *,
+    concurrency: int,
+    progress: bool,
+) -> list[TaskCheck]:
     """Try tasks, and keep the results. A task that cannot be tried says why.
 
-    `concurrency` is how many judgements run at the same time. Raises `InputError` for a runtime that does not work.
+    `concurrency` is how many judgements run at the same time. Raises `InputError` for a runtime
+    that does not work.
     """
     runtime.check()
-    rooms, places = asyncio.Semaphore(concurrency), asyncio.Semaphore(concurrency)
+    rooms = asyncio.Semaphore(concurrency)
+    places = asyncio.Semaphore(concurrency)
     ended: list[str] = []
 
     async def attempt(task: Task) -> TaskCheck:
@@ -97,23 +115,34 @@ async def try_tasks(tasks: Sequence[Task], runtime: Runtime, *, concurrency: int
         return list(await asyncio.gather(*map(attempt, tasks)))
 
 
-async def _try(task: Task, runtime: Runtime, work: Path, places: asyncio.Semaphore) -> TaskCheck:
+async def _try(
+    task: Task,
+    runtime: Runtime,
+    work: Path,
+    places: asyncio.Semaphore,
+) -> TaskCheck:
     try:
         (task,) = fit_tasks([task], runtime)
         if any(isinstance(spec, LLMJudge) for spec in judges_of(task.effective_judge)):
-            raise InputError("a model judges it, and these cheats are for programs: read how it judged a few sessions")
+            raise InputError(
+                "a model judges it, and these cheats are for programs: read its reasons",
+            )
         check_judges([task], "")
-        kept = await asyncio.to_thread(lambda: kept_check(task, task.digest(), runtime.name))
+        digest = await asyncio.to_thread(task.digest)
+        kept = await asyncio.to_thread(kept_check, task, digest, runtime.name)
         (work / "logs").mkdir(parents=True)
-        found = await _Trial(task, runtime, await Starts(work / "starts", runtime).of(task), work, places).run()
+        start = await Starts(work / "starts", runtime).of(task)
+        found = await _Trial(task, runtime, start, work, places).run()
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(found.to_json()), encoding="utf-8")
         return found
+    except (RolltapError, OSError) as error:
+        reason = str(error)
     except Exception as error:  # of one task; the others are tried
-        reason = str(error) if isinstance(error, RolltapError | OSError) else repr(error)
-        return TaskCheck(task.id, wrong=(f"it could not be tried: {reason}",))
+        reason = repr(error)
     finally:
         await run_to_end(remove_folder, work)
+    return TaskCheck(task.id, wrong=(f"it could not be tried: {reason}",))
 
 
 @dataclass(slots=True)
@@ -130,72 +159,102 @@ class _Trial:
 
     async def run(self) -> TaskCheck:
         best = best_reward(self.task.effective_judge)
-        found = TaskCheck(self.task.id)
         start = await self.judge("start", {})
-        short = max(10.0, 3 * self.took)
         if start.reward is None:
-            return replace(found, wrong=(f"the untouched start could not be judged: {start.unjudged}",))
+            why = f"the untouched start could not be judged: {start.unjudged}"
+            return TaskCheck(self.task.id, wrong=(why,))
+        short = max(10.0, 3 * self.took)
+        wrong: list[str] = []
         if start.reward >= best:
-            found = replace(found, wrong=(f"the untouched start earns {start.reward:g}, the best reward",))
-        found = replace(found, start=start.reward)
+            wrong.append(f"the untouched start earns {start.reward:g}, the best reward")
+        solution = None
         if self.task.solution is not None or self.task.gold_patch:
-            found = await self.try_solution(found, best)
+            solution = await self.try_solution(wrong, best)
         ground = await in_folder_thread(self.ground)
-        planned = [(cheat, changed) for cheat in CHEATS if (changed := cheat.change(ground))]
-        judged = await asyncio.gather(
-            *(self.judge(cheat.name, changed, seconds=short if cheat.hangs else None) for cheat, changed in planned)
+        tried: list[Cheat] = []
+        judgements = []
+        for cheat in CHEATS:
+            if changed := cheat.change(ground):
+                seconds = short if cheat.hangs else None
+                tried.append(cheat)
+                judgements.append(self.judge(cheat.name, changed, seconds=seconds))
+        weak: list[Weakness] = []
+        for cheat, judged in zip(tried, await asyncio.gather(*judgements), strict=True):
+            if judged.reward is not None and judged.reward > start.reward:
+                diff = (self.logs / f"{cheat.name}.diff").read_text(encoding="utf-8")
+                weak.append(Weakness(cheat.name, judged.reward, diff, cheat.advice))
+        return TaskCheck(
+            self.task.id,
+            start=start.reward,
+            solution=solution,
+            tried=tuple(cheat.name for cheat in tried),
+            weaknesses=tuple(weak),
+            reachable=tuple(sorted(ground.reachable - set(self.solved))),
+            wrong=tuple(wrong),
         )
-        logs = self.work / "logs"
-        weak = [
-            Weakness(cheat.name, result.reward, (logs / f"{cheat.name}.diff").read_text(encoding="utf-8"), cheat.advice)
-            for (cheat, _), result in zip(planned, judged, strict=True)
-            if result.reward is not None and result.reward > start.reward
-        ]
-        reached = sorted(ground.reachable - {*self.solved})
-        tried = tuple(cheat.name for cheat, _ in planned)
-        return replace(found, tried=tried, weaknesses=tuple(weak), reachable=tuple(reached))
 
-    async def try_solution(self, found: TaskCheck, best: float) -> TaskCheck:
-        log = self.work / "logs" / "solve.log"
+    @property
+    def logs(self) -> Path:
+        """The folder of the judgements' logs and diffs."""
+        return self.work / "logs"
+
+    async def try_solution(self, wrong: list[str], best: float) -> float | None:
+        """Return the reward of the task's solution. One that is not the best is added to
+        `wrong`."""
+        reward = None
         try:
             judged = await self.judge("solution", {})
-            why = judged.unjudged or f"it earns {judged.reward:g}, and the best is {best:g}"
-            if last := last_line(log):
+            reward = judged.reward
+            if reward is not None and reward >= best:
+                return reward
+            why = judged.unjudged or f"it earns {reward:g}, and the best is {best:g}"
+            if last := last_line(self.logs / "solve.log"):
                 why += f"; its script says: {last}"
-            found = replace(found, solution=judged.reward)
-            if judged.reward is not None and judged.reward >= best:
-                return found
         except InputError as error:
             why = str(error)
-        return replace(found, wrong=(*found.wrong, f"the task's own solution does not solve it: {why}"))
+        wrong.append(f"the task's own solution does not solve it: {why}")
+        return reward
 
     def ground(self) -> Ground:
-        """Return the start as cheats see it. The agent's code is what the solution changes, or all but the judge's."""
+        """Return the start as cheats see it.
+
+        The agent's code is what the solution changes, or all but the judge's.
+        """
         folder = self.start.folder
-        paths = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-        files = sorted(name for path in paths if ".git/" not in (name := path.relative_to(folder).as_posix()))
-        specs = [spec for spec in judges_of(self.task.effective_judge) if not isinstance(spec, LLMJudge)]
-        own = set[str]().union(*(own_files(folder, self.task, spec) for spec in specs))
-        reached = set[str]().union(*(reachable_files(folder, self.task, spec) for spec in specs))
-        code = [path for path in self.solved or files if path.endswith((".py", ".sh")) and path not in own]
+        files: list[str] = []
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and not path.is_symlink() and ".git/" not in name:
+                files.append(name)
+        files.sort()
+        own: set[str] = set()
+        reached: set[str] = set()
+        for spec in judges_of(self.task.effective_judge):
+            if not isinstance(spec, LLMJudge):
+                own.update(own_files(folder, self.task, spec))
+                reached.update(reachable_files(folder, self.task, spec))
+        code = [path for path in self.solved or files if path.endswith((".py", ".sh"))]
+        code = [path for path in code if path not in own]
         return Ground(folder, files, own, code, reached)
 
-    async def judge(self, name: str, changed: Mapping[str, str], *, seconds: float | None = None) -> Judged:
-        """Return the judgement of a session that left these changes; of one named `solution`, the solution's."""
+    async def judge(
+        self,
+        name: str,
+        changed: Mapping[str, str],
+        *,
+        seconds: float | None = None,
+    ) -> Judged:
+        """Return the judgement of a session that left these changes, and of the task's solution if
+        its name is `solution`."""
         folder = self.work / name.replace(" ", "-")
         made = AgentResult(folder / "workspace", folder / "home")
-        solution = self.task.solution if name == "solution" else None
-        spec = BoxSpec(
-            name=f"rolltap-{self.start.digest[:12]}-{time.monotonic_ns()}",
-            workspace=made.workspace,
-            workdir=self.task.workdir,
-            home=made.home,
-            mounts=[Mount(solution.absolute(), "/solution")] if solution else (),
-            image=self.task.image,
-            limits=self.task.limits,
-        )
         job = JudgeJob(
-            task=self.task, start=self.start, runtime=self.runtime, result=made, name=name, logs=self.work / "logs"
+            task=self.task,
+            start=self.start,
+            runtime=self.runtime,
+            result=made,
+            name=name,
+            logs=self.logs,
         )
         async with self.places:
             try:
@@ -204,7 +263,7 @@ class _Trial:
                 for path, text in changed.items():
                     executable = os.access(made.workspace / path, os.X_OK)
                     write_file(made.workspace, path, iter([text.encode()]), executable=executable)
-                async with self.runtime.box(spec) as box:
+                async with self.runtime.box(self.box_of(made, name)) as box:
                     if name == "solution":
                         await self.solve(box, made.workspace)
                     await box.settle()
@@ -213,24 +272,49 @@ class _Trial:
                     with suppress(TimeoutError):
                         judged = await asyncio.wait_for(judge(job), seconds)
                     self.took = time.monotonic() - began
-                    if judged.unjudged:  # the log goes with this trial
-                        why = quote_last_line(judged.unjudged, job.log)
-                        judged = replace(judged, unjudged=why)
-                    return judged
+                if judged.unjudged:  # the log goes with this trial
+                    judged = replace(judged, unjudged=quote_last_line(judged.unjudged, job.log))
+                return judged
             finally:
                 await run_to_end(remove_folder, folder)
+
+    def box_of(self, made: AgentResult, name: str) -> BoxSpec:
+        """Return the box of a judgement. Only that of the solution sees the solution."""
+        mounts = []
+        if name == "solution" and self.task.solution is not None:
+            mounts.append(Mount(self.task.solution.absolute(), "/solution"))
+        return BoxSpec(
+            name=f"rolltap-{self.start.digest[:12]}-{time.monotonic_ns()}",
+            workspace=made.workspace,
+            workdir=self.task.workdir,
+            home=made.home,
+            mounts=mounts,
+            image=self.task.image,
+            limits=self.task.limits,
+        )
 
     async def solve(self, box: Box, workspace: Path) -> None:
         """Apply the solution. Raises `InputError` for a patch that does not fit."""
         solution = self.task.solution
-        if solution is None or solution.is_file():
-            patch = self.task.gold_patch if solution is None else solution.read_text(encoding="utf-8")
-            await in_folder_thread(git, "apply", "--whitespace=nowarn", "-", folder=workspace, stdin=patch + "\n")
+        if solution is None:
+            await in_folder_thread(_apply, self.task.gold_patch, workspace)
+        elif solution.is_file():
+            await in_folder_thread(_apply, solution.read_text(encoding="utf-8"), workspace)
         elif (solution / "solve.sh").is_file():
-            folder = "/solution" if self.runtime.isolated else str(solution.absolute())
-            env = {**clean_environment(Path(box.home), isolated=self.runtime.isolated), **self.task.env}
-            log, seconds = self.work / "logs" / "solve.log", self.task.timeout or _SOLVE_SECONDS
-            await box.run(["bash", f"{folder}/solve.sh"], env=env, timeout=seconds, log=log)
+            isolated = self.runtime.isolated
+            folder = "/solution" if isolated else str(solution.absolute())
+            await box.run(
+                ["bash", f"{folder}/solve.sh"],
+                env={**clean_environment(Path(box.home), isolated=isolated), **self.task.env},
+                timeout=self.task.timeout or _SOLVE_SECONDS,
+                log=self.logs / "solve.log",
+            )
         else:
-            await in_folder_thread(shutil.copytree, solution, workspace, symlinks=True, dirs_exist_ok=True)
-        self.solved = (await in_folder_thread(find_changes, self.start.folder, workspace)).files
+            copy = partial(shutil.copytree, symlinks=True, dirs_exist_ok=True)
+            await in_folder_thread(copy, solution, workspace)
+        changes = await in_folder_thread(find_changes, self.start.folder, workspace)
+        self.solved = changes.files
+
+
+def _apply(patch: str, workspace: Path) -> None:
+    git("apply", "--whitespace=nowarn", "-", folder=workspace, stdin=f"{patch}\n")
