@@ -24,7 +24,8 @@ from rolltap.addons.endpoint.generation import REMEMBERED, Generation
 from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
-from rolltap.addons.prompts.history import Conversations, Turn, ids_digest
+from rolltap.addons.prompts.conversations import Conversations, ids_digest
+from rolltap.addons.prompts.history import Turn
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.index import SessionIndex, Skip, TableScan
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now

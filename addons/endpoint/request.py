@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from rolltap.addons.dialects.call import ModelCall
-from rolltap.addons.prompts.history import Prompt
+from rolltap.addons.prompts.conversations import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
 from rolltap.addons.store.rows import printable
 

@@ -41,7 +41,8 @@ from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, canonical_tools, describe_difference
-from rolltap.addons.prompts.history import Prompt, Turn
+from rolltap.addons.prompts.conversations import Prompt
+from rolltap.addons.prompts.history import Turn
 from rolltap.addons.prompts.reply import is_sampled
 from rolltap.addons.store.metadata import require_tokenizer
 from rolltap.addons.store.records import EventKind, json_text

@@ -38,7 +38,7 @@ from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.options import RecorderOptions
-from rolltap.addons.prompts.history import Prompt
+from rolltap.addons.prompts.conversations import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter

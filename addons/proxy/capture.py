@@ -58,7 +58,7 @@ class Capture:
                 _redirect(flow, endpoint)
             return
         session_id = flow.metadata[SESSION]
-        if not self._recorder.options_of(session_id).model_calls:
+        if not endpoint.options_of(session_id).model_calls:
             return
         if request.headers.get("upgrade", "").lower() == "websocket":
             # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for

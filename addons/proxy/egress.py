@@ -280,8 +280,8 @@ class Egress:
                 self._refused(client, server, f"the host has the address {address}, {advice}")
                 return
             _checked.set(((host, port), usable))
+            server.sni = normalize_host(host)
         server.error = error
-        server.sni = normalize_host(host)
 
     def tcp_start(self, flow: flow.Flow) -> None:
         """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it

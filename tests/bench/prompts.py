@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import Message, ModelCall, Tool
 from rolltap.addons.endpoint.body import KeptTexts, RecentBodies
-from rolltap.addons.prompts.history import Conversations
+from rolltap.addons.prompts.conversations import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from tests.bench.frame import Rows, command, model_option, prose
 

@@ -38,7 +38,7 @@ from rolltap.addons.dialects.call import (
 )
 from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.json_values import Object, described, dump_json, parse_arguments
-from rolltap.addons.dialects.openai import (
+from rolltap.addons.dialects.openai_chat import (
     WORDING,
     OpenAIDialect,
     read_content,

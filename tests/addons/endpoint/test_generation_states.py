@@ -23,7 +23,7 @@ from rolltap.addons.engine.own_model import Served
 from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.prompts.history import Prompt
+from rolltap.addons.prompts.conversations import Prompt
 from rolltap.addons.prompts.reply import SampledReply
 from rolltap.addons.store.records import Call, VersionSpan
 from tests.deep import examples

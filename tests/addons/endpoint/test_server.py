@@ -14,7 +14,7 @@ from rolltap.addons.endpoint.request import SECRET_HEADER
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.own_model import Served
-from rolltap.addons.prompts.history import Conversations
+from rolltap.addons.prompts.conversations import Conversations
 from rolltap.addons.prompts.reply import ReplyParser
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.rewards import session_rows

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from rolltap.addons.endpoint import server
-from rolltap.addons.prompts.history import Conversations
+from rolltap.addons.prompts.conversations import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store import tables
 from rolltap.addons.store.session_options import SessionOptions

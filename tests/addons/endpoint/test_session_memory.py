@@ -13,7 +13,7 @@ from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, Tool
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState, StoredCall
 from rolltap.addons.endpoint.body import KeptTexts, RecentBodies
-from rolltap.addons.prompts.history import Conversations
+from rolltap.addons.prompts.conversations import Conversations
 from tests.addons.dialects.apis import APIS, CHAT, MESSAGES, RESPONSES, USAGE
 from tests.addons.dialects.openai_responses.test_request import SUMMARY
 from tests.deep import examples
