@@ -1,1 +1,2 @@
-"""Tries a program without vLLM: an engine with scripted replies leads it, and what the recorder saw is explained."""
+"""Tries a program without vLLM: an engine with scripted replies leads it, and what the recorder saw
+is explained."""

@@ -35,12 +35,14 @@ class Diagnosis(JupyterMixin):
 
     @property
     def problems(self) -> int:
-        """Number of problems. 0: all calls were captured, and those with a history were continued."""
+        """Number of problems. 0: all calls were captured, and those with a history were
+        continued."""
         return sum(finding.level == "problem" for finding in self.findings)
 
     @property
     def ready(self) -> bool:
-        """True without a problem, when at least one call was continued, and a tool's result if it has tools."""
+        """True without a problem, when at least one call was continued, and a tool's result if it
+        has tools."""
         return self.problems == 0 and bool(self.seen.continued) and self.seen.tools_tried
 
     @property
@@ -57,46 +59,64 @@ class Diagnosis(JupyterMixin):
         return f"{self.seen.program}: {continued}; no tool's result was seen."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON values. `calls` are in the order in which they started."""
+        """Return JSON values. `calls` are in the order in which they started."""
         seen = self.seen
+        calls = []
+        for call in seen.calls:
+            calls.append({**_named(_CALL, call), "tools": offered(call), "tool_calls": _made(call)})
         return {
-            **{name: getattr(seen, name) for name in _SEEN.split()},
+            **_named(_SEEN, seen),
             "quirks": list(seen.quirks),
             "verdict": self.verdict,
             "ok": self.ready,
             "findings": [asdict(finding) for finding in self.findings],
-            "calls": [_call(call) for call in seen.calls],
-            "events": [{name: getattr(event, name) for name in _EVENT.split()} for event in seen.events],
+            "calls": calls,
+            "events": [_named(_EVENT, event) for event in seen.events],
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        style = "bold red" if self.problems else "bold green" if self.ready else "bold yellow"
-        yield Text(self.verdict, style=style)
+        yield Text(self.verdict, style=self._style())
         for finding in self.findings:
             colour = "red" if finding.level == "problem" else "yellow"
             yield Text.assemble((f"{finding.level}: ", colour), finding.text)
             if finding.advice:
                 yield Text(f"    {finding.advice}")
-        calls = self.seen.calls
-        apis = Counter(f"{call.dialect} at {call.host}{call.path}, model {call.model or 'not named'}" for call in calls)
-        yield from (Text(f"API: {api}: {counted(count, 'call')}") for api, count in apis.items())
-        if calls:
-            table = Table("call", "prompt", "role", "evidence of the role", "it calls")
-            for number, call in enumerate(calls, 1):
-                cells = (call.kind, call.role, call.role_evidence, ", ".join(_made(call)))
-                table.add_row(str(number), *map(Text, cells))
-            yield table
-        yield from (Text(f"quirk: {quirk}") for quirk in self.seen.quirks)
+        yield from self._calls()
+        for quirk in self.seen.quirks:
+            yield Text(f"quirk: {quirk}")
         lines = [line for line in self.seen.output.splitlines() if line.strip()]
         if lines and (self.problems or self.seen.exit_status):
             yield Text("last lines of its output:")
-            yield from (Text(f"    {line}") for line in lines[-LAST_LINES:])
+            for line in lines[-LAST_LINES:]:
+                yield Text(f"    {line}")
+
+    def _style(self) -> str:
+        if self.problems:
+            return "bold red"
+        return "bold green" if self.ready else "bold yellow"
+
+    def _calls(self) -> RenderResult:
+        if not self.seen.calls:
+            return
+        apis: Counter[str] = Counter()
+        table = Table("call", "prompt", "role", "evidence of the role", "it calls")
+        for number, call in enumerate(self.seen.calls, 1):
+            model = call.model or "not named"
+            apis[f"{call.dialect} at {call.host}{call.path}, model {model}"] += 1
+            made = ", ".join(_made(call))
+            cells = (str(number), call.kind, call.role, call.role_evidence, made)
+            table.add_row(*map(Text, cells))
+        for api, count in apis.items():
+            yield Text(f"API: {api}: {counted(count, 'call')}")
+        yield table
 
 
-def _call(call: Call) -> dict[str, Any]:
-    return {**{name: getattr(call, name) for name in _CALL.split()}, "tools": offered(call), "tool_calls": _made(call)}
+def _named(names: str, found: object) -> dict[str, Any]:
+    """Return attributes of an object."""
+    return {name: getattr(found, name) for name in names.split()}
 
 
 def _made(call: Call) -> list[str]:
     """Return the names of the tools that a call's reply calls."""
-    return [made["function"]["name"] for made in (call.parsed_reply or {}).get("tool_calls") or []]
+    reply = call.parsed_reply or {}
+    return [made["function"]["name"] for made in reply.get("tool_calls") or []]

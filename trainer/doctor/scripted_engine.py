@@ -1,6 +1,7 @@
 """An engine without a model: vLLM's token-in/token-out protocol, with scripted replies.
 
-It leads a program through a given conversation. Contract tests compare its protocol with that of a real vLLM.
+It leads a program through a given conversation. Contract tests compare its protocol with that of a
+real vLLM.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ from aiohttp import web
 
 @dataclass
 class Say:
-    """A reply of the tokens of `text`, and of the model's end-of-turn token if the finish reason is "stop"."""
+    """A reply of the tokens of `text`, and of the model's end-of-turn token if the finish reason is
+    "stop"."""
 
     text: str
     finish_reason: str = "stop"
@@ -24,10 +26,11 @@ class Say:
 
 
 class ScriptedEngine:
-    """A context manager of an HTTP server in its own thread, on a free port unless `port` names one.
+    """A context manager of an HTTP server in its own thread, on a free port unless `port` names
+    one.
 
-    `otherwise` makes the reply to the body of a generation, and `requests` has all bodies. `root` is the served model.
-    Entering raises `OSError` for a port that is taken.
+    `otherwise` makes the reply to the body of a generation, and `requests` has all bodies. `root`
+    is the served model. Entering raises `OSError` for a port that is taken.
     """
 
     def __init__(self, tokenizer: Any, *, max_model_len: int = 8192, port: int = 0) -> None:
@@ -82,25 +85,39 @@ class ScriptedEngine:
         ids = self.tokenizer.encode(reply.text, add_special_tokens=False)
         if reply.finish_reason == "stop":
             ids.append(self.tokenizer.eos_token_id)
-        finish_reason = reply.finish_reason if len(ids) <= (max_tokens or len(ids)) else "length"
+        finish_reason = reply.finish_reason
+        if max_tokens and len(ids) > max_tokens:
+            finish_reason = "length"
         ids = ids[:max_tokens]
+        span = {"version": reply.weight_version, "start": 0, "end": len(ids)}
         for i, token_id in enumerate(ids):
-            last = i == len(ids) - 1
             logprob = -0.125 * (1 + i % 5)  # exact in float32
-            choice = {
+            scored = {"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}
+            choice: dict[str, Any] = {
                 "index": 0,
-                "finish_reason": finish_reason if last else None,
+                "finish_reason": None,
                 "token_ids": [token_id],
-                "weight_versions": [{"version": reply.weight_version, "start": 0, "end": len(ids)}] if last else None,
-                "logprobs": {"content": [{"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}]},
-                **dict.fromkeys(("stop_reason", "routed_experts", "sampling_mask")),
+                "weight_versions": None,
+                "logprobs": {"content": [scored]},
+                "stop_reason": None,
+                "routed_experts": None,
+                "sampling_mask": None,
             }
-            event = {"request_id": "scripted", "usage": None, "output_mode": "tokens", "choices": [choice]}
+            if i == len(ids) - 1:
+                choice["finish_reason"] = finish_reason
+                choice["weight_versions"] = [span]
+            event = {
+                "request_id": "scripted",
+                "usage": None,
+                "output_mode": "tokens",
+                "choices": [choice],
+            }
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     async def _serve(self) -> None:
-        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         runner = web.AppRunner(self.application(), handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
@@ -116,7 +133,9 @@ class ScriptedEngine:
             server = runner.server
             assert server is not None
             await runner.cleanup()
-            for _ in range(3):  # a connection may have been accepted, and come after the others were closed
+            for _ in range(
+                3,
+            ):  # a connection may have been accepted, and come after the others were closed
                 await asyncio.sleep(0)
             await server.shutdown(0)
 
@@ -124,13 +143,24 @@ class ScriptedEngine:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": "scripted", "object": "model", "root": self.root, "parent": None}
-        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self.max_model_len}]})
+        model = {
+            "id": "scripted",
+            "object": "model",
+            "root": self.root,
+            "parent": None,
+            "max_model_len": self.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
-        answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": None}
+        answer = {
+            "count": len(ids),
+            "max_model_len": self.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
         return web.json_response(answer)
 
     async def _detokenize(self, request: web.Request) -> web.Response:

@@ -1,7 +1,8 @@
 """The scripted model: a tokenizer, and turns that are a pure function of the prompt.
 
-The turns are text with a tool call, another call, and a final answer. They work for every program, because the model
-reads in the prompt which tools it has. The prompt is in Qwen's chat format, which the `qwen3` renderer writes.
+The turns are text with a tool call, another call, and a final answer. They work for every program,
+because the model reads in the prompt which tools it has. The prompt is in Qwen's chat format, which
+the `qwen3` renderer writes.
 """
 
 import json
@@ -12,11 +13,18 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from rolltap.trainer.doctor.tool_choice import Tool, ending_call, ends_session, example, harmless_call, shell_call
+from rolltap.trainer.doctor.tool_choice import (
+    Tool,
+    ending_call,
+    ends_session,
+    example,
+    harmless_call,
+    shell_call,
+)
 
 RENDERER = "qwen3"
 """The renderer of its conversations (`rolltap_renderer`), which needs no chat template."""
-INSTRUCTION = "Run the command that prints a greeting, twice. Then answer in one sentence. Change no file."
+INSTRUCTION = "Run the command that prints a greeting twice, then answer. Change no file."
 """Instruction for a program that a preset starts."""
 FINAL = "Both calls gave their results: the work is done."
 """The final answer."""
@@ -27,24 +35,37 @@ _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command with which mini-swe-agent ends. Its prompt asks for it."""
 _END = "<|im_end|>"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", _END)
-_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_MARKUP = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 
 
 class ByteTokenizer:
     """A tokenizer of bytes with the special tokens of Qwen3, which encodes every text.
 
-    It has as much of a Transformers tokenizer as `ScriptedEngine` uses, without that package, which takes long to
-    import and has words about torch. Transformers loads it from `folder`.
+    It has as much of a Transformers tokenizer as `ScriptedEngine` uses, without that package, which
+    takes long to import and has words about torch. Transformers loads it from `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.name_or_path = str(folder)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        self._tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+        self._tokenizer = Tokenizer(
+            models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]),
+        )
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
-        self._tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-        self._tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _MARKUP])
+        self._tokenizer.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in _SPECIAL],
+        )
+        self._tokenizer.add_tokens(
+            [AddedToken(token, special=False, normalized=False) for token in _MARKUP],
+        )
         self.eos_token_id = self._tokenizer.token_to_id(_END)
         folder.mkdir(parents=True)
         self._tokenizer.save(str(folder / "tokenizer.json"))
@@ -66,14 +87,17 @@ class ByteTokenizer:
 
 
 def next_reply(prompt: str, schema: Any = None, tool: str | None = None) -> str:
-    """Return the text of the model's turn for a prompt. `schema` is the JSON schema that the reply must match, or None.
+    """Return the text of the model's turn for a prompt. `schema` is the JSON schema that the reply
+    must match, or None.
 
-    `tool` is the name of the tool that is called, by default one that does no harm. After the final answer a program
-    that goes on gets a call of the tool or command with which it ends, if it has one.
+    `tool` is the name of the tool that is called, by default one that does no harm. After the final
+    answer a program that goes on gets a call of the tool or command with which it ends, if it has
+    one.
     """
     if schema is not None:
         return json.dumps(example(schema))
-    tools, turns = offered_tools(prompt), prompt.split("<|im_start|>")
+    tools = offered_tools(prompt)
+    turns = prompt.split("<|im_start|>")
     results = sum(turn.startswith(_RESULT) for turn in turns)
     if results < _TOOL_TURNS and (call := harmless_call(tools, tool)):
         return _tool_call(*call)
@@ -86,10 +110,13 @@ def next_reply(prompt: str, schema: Any = None, tool: str | None = None) -> str:
 
 
 def offered_tools(prompt: str) -> list[Tool]:
-    """Return the tools of a prompt, without the wrapping of the chat format. Other JSON is left out."""
+    """Return the tools of a prompt, without the wrapping of the chat format. Other JSON is left
+    out."""
     found = _TOOLS.search(prompt)
+    if found is None:
+        return []
     tools = []
-    for line in found[1].split("\n") if found else []:
+    for line in found[1].split("\n"):
         try:
             tool = json.loads(line)
             tool = tool.get("function") or tool
@@ -101,11 +128,17 @@ def offered_tools(prompt: str) -> list[Tool]:
 
 
 def is_ending(name: str, arguments: str) -> bool:
-    """Return True for a tool call with which a program ends, by its name and the JSON of its arguments."""
+    """Return True for a tool call with which a program ends, by its name and the JSON of its
+    arguments."""
     return ends_session(name) or _SUBMIT in arguments
 
 
 def _tool_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a turn with text and a tool call. Its JSON has unusual spaces: a program that writes it again differs."""
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, separators=(",  ", " : "))
+    """Return a turn with text and a tool call. Its JSON has unusual spaces: a program that writes
+    it again differs."""
+    call = json.dumps(
+        {"name": name, "arguments": arguments},
+        ensure_ascii=False,
+        separators=(",  ", " : "),
+    )
     return f"<think>\nI call {name}.\n</think>\n\nI try it.\n<tool_call>\n{call}\n</tool_call>"
