@@ -48,7 +48,7 @@ finished ones, which have no tokens any more; after a restart they come from its
 
 **What a listener sees.** The headers of a stream immediately; text once later tokens should not
 change it; keep-alives while there is none; the last event after `COMPLETED`, or one error after
-`FAILED` or `ABORTED`. All listeners of a call see the same text and the same end (`exchange.py`
+`FAILED` or `ABORTED`. All listeners of a call see the same text and the same end (`server.py`
 writes it in the API's form).
 """
 

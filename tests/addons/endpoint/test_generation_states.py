@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import ModelCall, Reply, Usage
 from rolltap.addons.endpoint.budget import SessionBudget, Used
-from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
 from rolltap.addons.endpoint.request import PreparedCall
+from rolltap.addons.endpoint.server import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.engine.client import Chunk, Engine
 from rolltap.addons.engine.own_model import Served
 from rolltap.addons.engine.policy import Policy, SessionPolicy

@@ -7,7 +7,7 @@ from unittest import mock
 import aiohttp
 import pytest
 
-from rolltap.addons.endpoint import exchange, generation
+from rolltap.addons.endpoint import generation, server
 from tests.addons.harness import content, read_until, said, until, user
 from tests.scripted_engine import Answer, Say
 
@@ -20,7 +20,7 @@ TOOL_CALL = (
 @pytest.fixture
 def quick(monkeypatch):
     """Send a keep-alive every hundredth of a second."""
-    monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 0.01)
 
 
 class TestReply:
