@@ -6,7 +6,14 @@ import click
 
 import rolltap
 from rolltap.rollouts import examine, examine_model
-from rolltap.trainer.cli.options import command, harness_option, json_option, next_line, print_result, set_option
+from rolltap.trainer.cli.options import (
+    command,
+    harness_option,
+    json_option,
+    next_line,
+    print_result,
+    set_option,
+)
 
 
 @command(
@@ -17,7 +24,11 @@ from rolltap.trainer.cli.options import command, harness_option, json_option, ne
     context_settings={"allow_interspersed_args": False},
 )
 @harness_option()
-@click.option("--model", metavar="FOLDER", help="Examine a model instead of a program: a folder, or a name on the Hub.")
+@click.option(
+    "--model",
+    metavar="FOLDER",
+    help="Examine a model instead of a program: a folder, or a name on the Hub.",
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
@@ -26,7 +37,11 @@ from rolltap.trainer.cli.options import command, harness_option, json_option, ne
     metavar="SECONDS",
     help="The program is stopped after this time.",
 )
-@click.option("--tool", metavar="NAME", help="The tool to call, instead of one whose name says that it does no harm.")
+@click.option(
+    "--tool",
+    metavar="NAME",
+    help="The tool to call, instead of one whose name says that it does no harm.",
+)
 @set_option
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -43,17 +58,20 @@ def doctor_command(
 
     Needs no GPU and no network.
 
-    The replies call a harmless tool of the program twice, and then end. COMMAND runs in this folder and keeps its own
-    configuration and keys: one that goes past the proxy calls its own provider, so give it a placeholder for its key.
-    It must work on an instruction of its own and exit. With --harness, the preset's program works on an instruction in
-    an empty folder, with a home of its own.
+    The replies call a harmless tool of the program twice, and then end. COMMAND runs in this folder
+    and keeps its own configuration and keys: one that goes past the proxy calls its own provider,
+    so give it a placeholder for its key. It must work on an instruction of its own and exit. With
+    --harness, the preset's program works on an instruction in an empty folder, with a home of its
+    own.
 
-    Says which APIs the program called, which calls were continued token for token, their roles, and what was refused.
-    Exit status: 0 (ready) when all calls were captured and continued, and a tool's result came back. 3 when all were
-    captured, and none has a history to continue, as with a program without tools, or no tool's result came. Else 1.
+    Says which APIs the program called, which calls were continued token for token, their roles, and
+    what was refused. Exit status: 0 (ready) when all calls were captured and continued, and a
+    tool's result came back. 3 when all were captured, and none has a history to continue, as with a
+    program without tools, or no tool's result came. Else 1.
 
-    With --model, says how prompts are written and continued, how tool calls and reasoning are read, and which tokens
-    end a turn. Exit status: 0 when tool calls can be read and conversations continued, else 1.
+    With --model, says how prompts are written and continued, how tool calls and reasoning are read,
+    and which tokens end a turn. Exit status: 0 when tool calls can be read and conversations
+    continued, else 1.
     """
     if [any(command[:1]), preset is not None, model is not None].count(True) != 1:
         raise click.UsageError("give a COMMAND after --, or --harness, or --model")

@@ -62,17 +62,17 @@ def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command]
 @_accepted(
     "--role",
     "roles",
-    "Keep only calls of this role, and the calls that their prompts continue. A session without a call of these "
-    "roles is left out.",
+    "Keep only calls of this role, and the calls that their prompts continue. A session without a "
+    "call of these roles is left out.",
     type=click.Choice(get_args(CallRole)),
 )
 @json_option
 def filter_command(run: Path, out: Path, as_json: bool, **criteria: Any) -> None:
     """Write some sessions of a RUN to a new run.
 
-    They are those that meet every given criterion. An option that is given several times accepts each of its values. A
-    session without a row has the status unknown, no harness, no policy version, no suspicions and no reward. Events
-    without a session are left out.
+    They are those that meet every given criterion. An option that is given several times accepts
+    each of its values. A session without a row has the status unknown, no harness, no policy
+    version, no suspicions and no reward. Events without a session are left out.
     """
     run_of_them = rolltap.open_run(run).filter(out, **criteria)
     if as_json:
@@ -94,14 +94,23 @@ MOST_FAULTS = 20
 )
 @click.argument("file", type=click.File("rb"))
 @click.argument("run", type=FOLDER)
-@click.option("--model", help="Folder or name of the model whose tokens they are: its tokenizer is noted in the run.")
+@click.option(
+    "--model",
+    help="Folder or name of the model whose tokens they are: its tokenizer is noted in the run.",
+)
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out and import the others.")
 @json_option
-def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool, as_json: bool) -> None:
+def import_command(
+    file: BinaryIO,
+    run: Path,
+    model: str | None,
+    skip_bad: bool,
+    as_json: bool,
+) -> None:
     """Write calls that another program made to a new RUN.
 
-    FILE is JSON Lines, `-` the standard input. `rolltap merge` adds the new run to another one. With --model, only to
-    one with the same tokenizer and chat template.
+    FILE is JSON Lines, `-` the standard input. `rolltap merge` adds the new run to another one.
+    With --model, only to one with the same tokenizer and chat template.
 
     \b
     A line is a call, with the keys
@@ -118,9 +127,10 @@ def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool,
       parent_id             decides between calls with the same tokens
       policy_version        the weights that sampled the call
 
-    Bad lines are printed with their number, and nothing is imported. Of two lines that contradict each other the later
-    one is bad. A call whose tokens and log-probabilities do not match is not a bad line: it is kept, marked and not
-    trained on. The run appears when it is complete: an import that is killed leaves none.
+    Bad lines are printed with their number, and nothing is imported. Of two lines that contradict
+    each other the later one is bad. A call whose tokens and log-probabilities do not match is not a
+    bad line: it is kept, marked and not trained on. The run appears when it is complete: an import
+    that is killed leaves none.
     """
     console = plain_console()
     faults = 0
@@ -150,19 +160,24 @@ def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool,
 def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Write the sessions of several RUNS to one.
 
-    The runs must have the same tokenizer and chat template. When two runs have sessions or groups of equal names, the
-    names of the later run get its folder's name as a prefix. The same session twice is an error. Rows that cannot be
-    read or whose digest does not match are not copied, and counted. With a single damaged run, this saves its sound
-    rows.
+    The runs must have the same tokenizer and chat template. When two runs have sessions or groups
+    of equal names, the names of the later run get its folder's name as a prefix. The same session
+    twice is an error. Rows that cannot be read or whose digest does not match are not copied, and
+    counted. With a single damaged run, this saves its sound rows.
     """
     run, left_behind = rolltap.merge_runs(runs, out)
     if as_json:
         origins = run.metadata["merged_from"]
         losses = [asdict(loss) for loss in left_behind]
-        return click.echo(json.dumps({**counts_of(run), "merged_from": origins, "not_copied": losses}))
+        return click.echo(
+            json.dumps({**counts_of(run), "merged_from": origins, "not_copied": losses}),
+        )
     for origin in run.metadata["merged_from"]:
         if prefix := origin.get("prefix"):
-            click.echo(f"sessions and groups of {origin['run']} are named {prefix}... : another run has equal names")
+            click.echo(
+                f"sessions and groups of {origin['run']} are named {prefix}... : "
+                "another run has sessions or groups of equal names",
+            )
     for loss in left_behind:
         click.echo(
             f"not copied from {loss.file}: {loss.rows} rows whose digest does not match, "
@@ -178,18 +193,30 @@ def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
 )
 @click.argument("run", type=RUN)
 @new_folder_option
-@click.option("--by", type=click.Choice(sorted(_FIELDS)), help="One run for each value of this session field.")
-@click.option("--parts", type=click.IntRange(1), metavar="N", help="N runs of about as many sessions, groups whole.")
+@click.option(
+    "--by",
+    type=click.Choice(sorted(_FIELDS)),
+    help="One run for each value of this session field.",
+)
+@click.option(
+    "--parts",
+    type=click.IntRange(1),
+    metavar="N",
+    help="N runs of about as many sessions, groups whole.",
+)
 @json_option
 def split_command(run: Path, out: Path, by: str | None, parts: int | None, as_json: bool) -> None:
     """Write the sessions of a RUN to several runs.
 
-    They are folders in --out, named after their part. Events without a session go to the first part.
+    They are folders in --out, named after their part. Events without a session go to the first
+    part.
     """
     if (by is None) == (parts is None):
         raise click.UsageError("give either --by or --parts")
     written = rolltap.open_run(run).split(out, by=_FIELDS.get(by or ""), parts=parts)
     if as_json:
-        return click.echo(json.dumps({"parts": {name: counts_of(part) for name, part in written.items()}}))
+        return click.echo(
+            json.dumps({"parts": {name: counts_of(part) for name, part in written.items()}}),
+        )
     for name, part in written.items():
         click.echo(f"{counted(len(part.sessions()), 'session')} in {out / name}")

@@ -19,12 +19,19 @@ def fleet_group() -> None:
 
 
 @fleet_group.command("status", epilog=_EXAMPLES)
-@click.option("--ray", "address", default="auto", show_default=True, help="Address of the cluster, as of `rollout`.")
+@click.option(
+    "--ray",
+    "address",
+    default="auto",
+    show_default=True,
+    help="Address of the cluster, as of `rollout`.",
+)
 @json_option
 def status_command(address: str, as_json: bool) -> None:
     """Show the nodes of all runs on a cluster: slots, sessions by phase, the last error.
 
-    The line of a run's driver says why it lost a node, the last time. Exit status 1: a line has an error.
+    The line of a run's driver says why it lost a node, the last time. Exit status 1: a line has an
+    error.
     """
     nodes = fleet_status(address)
     if as_json:
@@ -32,9 +39,19 @@ def status_command(address: str, as_json: bool) -> None:
     else:
         table = Table("run", "node", "slots", "groups", "sessions", "engine", "asked", "error")
         for node in nodes:
-            phases = ", ".join(f"{number} {phase}" for phase, number in node.get("phases", {}).items())
-            asked = f"{node['asked_seconds_ago']:.0f} s ago" if "asked_seconds_ago" in node else ""
-            cells = [node["run"], node["node"], node.get("slots", ""), node.get("groups", ""), phases]
-            table.add_row(*map(str, [*cells, node.get("engine", ""), asked, node["error"]]))
+            phases = [f"{number} {phase}" for phase, number in node.get("phases", {}).items()]
+            asked = ""
+            if "asked_seconds_ago" in node:
+                asked = f"{node['asked_seconds_ago']:.0f} s ago"
+            table.add_row(
+                node["run"],
+                node["node"],
+                str(node.get("slots", "")),
+                str(node.get("groups", "")),
+                ", ".join(phases),
+                node.get("engine", ""),
+                asked,
+                node["error"],
+            )
         Console(soft_wrap=True).print(table)
     sys.exit(1 if any(node["error"] for node in nodes) else 0)

@@ -27,9 +27,17 @@ _MODEL = "../../../runs/quickstart/model"
     "rolltap init my-agent --yes",
 )
 @click.argument("folder", type=FOLDER)
-@click.option("--program", metavar="COMMAND", help="Command line of your agent. {instruction} stands for the task's.")
+@click.option(
+    "--program",
+    metavar="COMMAND",
+    help="Command line of your agent. {instruction} stands for the task's.",
+)
 @click.option("--model", metavar="FOLDER", help="Folder of the model to train.")
-@click.option("--yes", is_flag=True, help="Ask nothing: without --program an agent of 40 lines is written, too.")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="Ask nothing: without --program an agent of 40 lines is written, too.",
+)
 def init_command(folder: Path, program: str | None, model: str | None, yes: bool) -> None:
     """Write a preset, a task with its judge and a recipe into FOLDER.
 
@@ -50,7 +58,12 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
         preset = _preset(program, folder)
     runtime = "sandbox" if shutil.which("bwrap") else "process"
 
-    shutil.copytree(_EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copytree(
+        _EXAMPLE,
+        folder,
+        ignore=shutil.ignore_patterns("__pycache__"),
+        dirs_exist_ok=True,
+    )
     recipe = (folder / "recipe.toml").read_text()
     recipe = recipe.replace(json.dumps(_MODEL), json.dumps(str(Path(model).resolve())))
     recipe = recipe.replace('"sandbox"', json.dumps(runtime))
@@ -63,7 +76,8 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
     tasks = str(folder / "tasks.jsonl")
     harness = ["--harness", str(folder / "agent.toml")]
     console = plain_console()
-    console.print(f"{folder} has a task and its judge, a preset and a recipe. Next, with an engine from `serve` on:")
+    console.print(f"{folder} has a task and its judge, a preset and a recipe.")
+    console.print("Next, with an engine from `serve` on:")
     for line in (
         ["doctor", *harness],
         ["tasks", "check", tasks, "--runtime", runtime],
@@ -74,7 +88,7 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
         console.print(f"  rolltap {shlex.join(line)}", soft_wrap=True)
     if not Path(model).is_dir():
         get = shlex.join(["hf", "download", "Qwen/Qwen3-4B", "--local-dir", model])
-        quickstart = "Without a GPU, recipes/quickstart/run.sh makes the model runs/quickstart/model."
+        quickstart = "Without a GPU, recipes/quickstart/run.sh makes runs/quickstart/model."
         console.print(f"{model} is not there yet: {get} gets a model. {quickstart}", soft_wrap=True)
 
 
@@ -84,16 +98,21 @@ def _ask(question: str, default: str, option: str) -> str:
         return input(f"{question} [{default}]: ") or default
     except EOFError:
         click.echo()
-        raise InputError(f"the input ended before an answer: give {option}, or --yes for the default") from None
+        raise InputError(
+            f"the input ended before an answer: give {option}, or --yes for the default",
+        ) from None
 
 
 def _preset(program: str, folder: Path) -> str:
-    """Return a preset of a command line. Its files are named relative to the preset. Raises `InputError`."""
+    """Return a preset of a command line. Its files are named relative to the preset. Raises
+    `InputError`."""
     try:
         words = shlex.split(program)
         name = name_of(words)
     except (ValueError, IndexError) as error:
-        raise InputError(f"--program {program!r} is no command line: write it as for a shell") from error
+        raise InputError(
+            f"--program {program!r} is no command line: write it as for a shell",
+        ) from error
     for index, word in enumerate(words):
         is_path = word.startswith(("./", "../"))
         if is_path and not os.path.exists(word):

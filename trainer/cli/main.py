@@ -21,9 +21,15 @@ COMMANDS = {
     "serve": ("train", "Start vLLM for recording and publishing."),
     "record": ("rollout", "Run one COMMAND under the recorder, and exit with its status."),
     "rerun": ("rerun", "Run a COMMAND again against SESSION of RUN, without an engine."),
-    "fork": ("rerun", "Run the harness of SESSION of RUN again up to a call, and sample from there."),
+    "fork": (
+        "rerun",
+        "Run the harness of SESSION of RUN again up to a call, and sample from there.",
+    ),
     "env": ("rollout", "Print the variables that send a program through a recorder."),
-    "doctor": ("doctor", "Try a program without an engine, or examine a model, and say what to set."),
+    "doctor": (
+        "doctor",
+        "Try a program without an engine, or examine a model, and say what to set.",
+    ),
     "init": ("init", "Write a preset, a task with its judge and a recipe into FOLDER."),
     "tasks": ("tasks", "Work on tasks before a rollout."),
     "rollout": ("rollout", "Run every task several times and record it."),
@@ -47,7 +53,8 @@ COMMANDS = {
     "verify": ("runs", "Check a RUN for damage."),
     "addon": ("rollout", "Print the path of the recorder's mitmproxy script."),
 }
-"""Command -> its module and its line of the help, in the order of work. A module is imported when its command runs."""
+"""Command -> its module and its line of the help, in the order of work. A module is imported when
+its command runs."""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a command as Ctrl-C does."""
 _AGAIN_SECONDS = 0.05
@@ -56,7 +63,8 @@ RESUMED = ("rollout", "train", "score", "judge")
 
 
 class Rolltap(click.Group):
-    """The group of `COMMANDS`. Its `commands` have their line of the help alone, so the help imports none of them."""
+    """The group of `COMMANDS`. Its `commands` have their line of the help alone, so the help
+    imports none of them."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return the names of the commands as they were given."""
@@ -97,9 +105,9 @@ def main() -> None:
 def run(command: click.Command) -> None:
     """Run a command as a program.
 
-    Exit status: 1 after `RolltapError` or `OSError`, with a message; 2 after a wrong option or model; 130 after Ctrl-C
-    or another of `SIGNALS`. Of several processes that a launcher started, the first one alone says what is said on all
-    of them.
+    Exit status: 1 after `RolltapError` or `OSError`, with a message; 2 after a wrong option or
+    model; 130 after Ctrl-C or another of `SIGNALS`. Of several processes that a launcher started,
+    the first one alone says what is said on all of them.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -125,7 +133,8 @@ def said_when_stopped(arguments: Sequence[str]) -> str:
     """Return what a command that a signal stopped says. `arguments` are those of `rolltap`."""
     name = next(iter(arguments), "")
     if name in RESUMED:
-        return f"stopped by a signal; the same command goes on: {shlex.join(['rolltap', *arguments])}"
+        line = shlex.join(["rolltap", *arguments])
+        return f"stopped by a signal; the same command goes on: {line}"
     if name == "record":
         return "stopped by a signal; committed calls stay in the run"
     return "stopped by a signal"
@@ -135,8 +144,9 @@ def said_when_stopped(arguments: Sequence[str]) -> str:
 def _dropped_signals_come_again() -> Iterator[None]:
     """Raise a signal's `KeyboardInterrupt` again which Python has dropped.
 
-    Python drops an exception of `__del__` and of a weak reference's callback, and calls `sys.unraisablehook`. Each
-    import ends with such a callback, so without this a signal during one is lost, and the command goes on for ever.
+    Python drops an exception of `__del__` and of a weak reference's callback, and calls
+    `sys.unraisablehook`. Each import ends with such a callback, so without this a signal during one
+    is lost, and the command goes on for ever.
     """
     hook = sys.unraisablehook
 

@@ -5,6 +5,7 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
@@ -20,19 +21,38 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-_OF_A_RUN = ("run.json", "rollout.lock", "training.json", "policy.json", "service.jsonl", "service.token")
+_OF_A_RUN = (
+    "run.json",
+    "rollout.lock",
+    "training.json",
+    "policy.json",
+    "service.jsonl",
+    "service.token",
+)
 """Files that a run folder has, one at least, from its begin on."""
 
 
 class OutFolder(click.Path):
     """A folder that can be made, is empty, or has a run."""
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self,
+        value: Any,
+        parameter: click.Parameter | None,
+        context: click.Context | None,
+    ) -> Any:
         """Return the path. What is wrong with the nearest folder that exists is wrong with it."""
         path = Path(value).absolute()
-        super().convert(next(each for each in (path, *path.parents) if os.path.lexists(each)), parameter, context)
+        nearest = path
+        while not os.path.lexists(nearest):
+            nearest = nearest.parent
+        super().convert(nearest, parameter, context)
         if runs_first() and path.is_dir() and _has_only_other_files(path):
-            self.fail(f"{str(value)!r} has other files and no run: give a new folder", parameter, context)
+            self.fail(
+                f"{str(value)!r} has other files and no run: give a new folder",
+                parameter,
+                context,
+            )
         return self.coerce_path_result(value)
 
 
@@ -44,11 +64,19 @@ def _has_only_other_files(folder: Path) -> bool:
 _KEY_FILE = "ROLLTAP_ENGINE_KEY_FILE"
 FOLDER = click.Path(path_type=Path, file_okay=False)
 OUT = OutFolder(path_type=Path, file_okay=False, writable=True)
-_READS = runs_first()  # the other processes of a launcher, on whatever machines, get what the first one has read
+_READS = runs_first()
+"""Other processes of a launcher, on whatever machines, get what the first one has read."""
 RUN = click.Path(path_type=Path, file_okay=False, exists=_READS)
 FILE = click.Path(path_type=Path, dir_okay=False, exists=_READS)
+TASKS = click.Path(path_type=Path, exists=True)
+PORT = click.IntRange(0, 65535)
 
-new_folder_option = click.option("--out", type=OUT, required=True, help="The folder to write. It must be new or empty.")
+new_folder_option = click.option(
+    "--out",
+    type=OUT,
+    required=True,
+    help="The folder to write. It must be new or empty.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 
 
@@ -58,7 +86,8 @@ def command(name: str, *lines: str, **how: Any) -> Callable[[Callable[..., None]
 
 
 def examples(*lines: str) -> str:
-    """Return the epilog of a command's help: command lines that a user can copy, as they are written here."""
+    """Return the epilog of a command's help: command lines that a user can copy, as they are
+    written here."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
@@ -68,7 +97,9 @@ def harness_option(**how: Any) -> Callable[[Command], Command]:
     return click.option("--harness", "preset", metavar="NAME", help=help, **how)
 
 
-def engine_option(help: str) -> Callable[[Command], Command]:
+def engine_option(
+    help: str = "URL of the vLLM server; separate several with commas.",
+) -> Callable[[Command], Command]:
     """Add --engine, described by `help`, and --engine-key-file."""
     url = click.option(
         "--engine",
@@ -78,12 +109,17 @@ def engine_option(help: str) -> Callable[[Command], Command]:
         show_default=True,
         help=help,
     )
-    key = engine_key_option("File with the engine's key, as `rolltap serve` names it.")
+    key = engine_key_option()
     return lambda command: url(key(command))
 
 
-def engine_key_option(help: str) -> Callable[[Command], Command]:
-    """Add --engine-key-file, described by `help`. Its value goes to the environment variable, which all parts read."""
+def engine_key_option(
+    help: str = "File with the engine's key, as `rolltap serve` names it.",
+) -> Callable[[Command], Command]:
+    """Add --engine-key-file, described by `help`.
+
+    Its value goes to the environment variable, which all parts read.
+    """
     return click.option(
         "--engine-key-file",
         envvar=_KEY_FILE,
@@ -120,7 +156,12 @@ def counts_of(run: rolltap.Run) -> dict[str, Any]:
     summary = run.summary()
     calls = sum(summary.calls.values())
     sampled = summary.ledger.sampled
-    return {"run": str(run.path), "sessions": len(summary.session_rows), "calls": calls, "sampled_tokens": sampled}
+    return {
+        "run": str(run.path),
+        "sessions": len(summary.session_rows),
+        "calls": calls,
+        "sampled_tokens": sampled,
+    }
 
 
 def next_line(*arguments: object) -> str:
@@ -130,33 +171,48 @@ def next_line(*arguments: object) -> str:
 
 def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add --out, --engine, --model and --set, the options of `record` and `rollout`."""
-    for option in (
-        set_option,
-        click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer."),
-        engine_option(help="URL of the vLLM server; separate several with commas."),
-        click.option("--out", type=OUT, required=True, help="The run folder to record into."),
-    ):
-        command = option(command)
-    return command
+    out = click.option("--out", type=OUT, required=True, help="The run folder to record into.")
+    return out(engine_option()(model_option(set_option(command))))
 
 
-def rollout_options(command: Callable[..., None], only: Sequence[str] = ()) -> Callable[..., None]:
-    """Add an option for each field of `RolloutConfig` but `recorder`, which is --set, or for those in `only`.
+def rollout_options(
+    command: Callable[..., None],
+    only: Sequence[str] = (),
+) -> Callable[..., None]:
+    """Add an option for each field of `RolloutConfig` but `recorder`, which is --set, or for those
+    in `only`.
 
-    Type, default, bounds and help are the field's. Those of the budget are --max-calls and so on.
+    Type, default, bounds and help are the field's. Those of the budget are --max-calls and so on,
+    and the command gets them as `budget`.
     """
     from rolltap.types import Budget, RolloutConfig  # most commands need none of it
 
-    budgets = {f"max_{name}": field for name, field in Budget.model_fields.items()}
-    for name, field in reversed([*RolloutConfig.model_fields.items(), *budgets.items()]):
-        if name in only or (not only and name not in ("budget", "recorder")):
-            command = _field_option(name, field)(command)
-    return command
+    fields = dict(RolloutConfig.model_fields)
+    if only:
+        fields = {name: field for name, field in fields.items() if name in only}
+        decorated = command
+    else:
+        del fields["budget"], fields["recorder"]
+        fields |= {f"max_{name}": field for name, field in Budget.model_fields.items()}
+
+        @wraps(command)
+        def decorated(**given: Any) -> None:
+            budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
+            command(**given, budget=budget)
+
+    for name, field in reversed(fields.items()):
+        decorated = _field_option(name, field)(decorated)
+    return decorated
 
 
 def _field_option(name: str, field: "FieldInfo") -> Callable[[Command], Command]:
-    kind, *_ = [each for each in (*get_args(field.annotation), field.annotation) if each is not type(None)]
-    bounds = {key: getattr(bound, key) for bound in field.metadata for key in ("ge", "gt") if hasattr(bound, key)}
+    choices = get_args(field.annotation)
+    kind, *_ = [each for each in (*choices, field.annotation) if each is not type(None)]
+    bounds: dict[str, Any] = {}
+    for bound in field.metadata:
+        for limit in ("ge", "gt"):
+            if hasattr(bound, limit):
+                bounds[limit] = getattr(bound, limit)
     types: dict[Any, click.ParamType[Any]] = {
         int: click.IntRange(bounds.get("ge")),
         float: click.FloatRange(bounds.get("gt"), min_open=True),
@@ -164,11 +220,13 @@ def _field_option(name: str, field: "FieldInfo") -> Callable[[Command], Command]
         str: click.STRING,
         bool: click.BOOL,
     }
-    several = field.annotation is not None and get_origin(field.annotation) is tuple
+    if not isinstance(kind, str):
+        choices = get_args(kind)
+    several = get_origin(field.annotation) is tuple
     return click.option(
         *_FLAGS.get(name, ("--" + name.replace("_", "-"),)),
         name,
-        type=types.get(kind) or click.Choice(get_args(field.annotation) if isinstance(kind, str) else get_args(kind)),
+        type=types.get(kind) or click.Choice(choices),
         default=field.default,
         show_default=True,
         multiple=several,
@@ -185,7 +243,11 @@ _FLAGS = {
 """Flags of fields whose name is not the flag."""
 
 
-def _values(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, list[str]]:
+def _values(
+    context: click.Context,
+    option: click.Parameter,
+    settings: tuple[str, ...],
+) -> dict[str, list[str]]:
     values: defaultdict[str, list[str]] = defaultdict(list)
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -202,4 +264,9 @@ set_option = click.option(
     metavar="NAME=VALUE",
     callback=_values,
     help="Option of the recorder, such as rolltap_allow=pypi.org. Repeatable.",
+)
+model_option = click.option(
+    "--model",
+    required=True,
+    help="Folder or name of the served model, for its tokenizer.",
 )

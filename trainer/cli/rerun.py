@@ -17,6 +17,7 @@ from rolltap.errors import InputError
 from rolltap.rollouts import Record
 from rolltap.trainer.cli.options import (
     RUN,
+    TASKS,
     command,
     harness_option,
     json_option,
@@ -25,10 +26,9 @@ from rolltap.trainer.cli.options import (
     rollout_options,
     set_option,
 )
-from rolltap.trainer.cli.rollout import program_of, report_rollout, run_program
+from rolltap.trainer.cli.rollout import exit_status, program_of, report_rollout, run_program
 from rolltap.trainer.console import plain_console
 from rolltap.trainer.names import counted
-from rolltap.types import Budget
 
 
 @command(
@@ -40,7 +40,10 @@ from rolltap.types import Budget
 @click.argument("run", type=RUN)
 @click.argument("session")
 @harness_option()
-@click.option("--model", help="The model's folder or name, if it is no longer where the run has it.")
+@click.option(
+    "--model",
+    help="The model's folder or name, if it is no longer where the run has it.",
+)
 @set_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def rerun_command(
@@ -53,27 +56,36 @@ def rerun_command(
 ) -> None:
     """Run a COMMAND again against SESSION of RUN, without an engine.
 
-    A recorded call answers the request that has its conversation: the same tools and messages. Dates, times and ids
-    that a program writes new at each start do not matter. The first request that differs is named with both sides, the
-    program gets an error, and so does every later request. Nothing is recorded.
+    A recorded call answers the request that has its conversation: the same tools and messages.
+    Dates, times and ids that a program writes new at each start do not matter. The first request
+    that differs is named with both sides, the program gets an error, and so does every later
+    request. Nothing is recorded.
 
-    Start it where the session was: in the same folder, with files as they were. With --harness, COMMAND is only the
-    arguments, as in `rolltap record`. A unique prefix of the session's id is accepted.
+    Start it where the session was: in the same folder, with files as they were. With --harness,
+    COMMAND is only the arguments, as in `rolltap record`. A unique prefix of the session's id is
+    accepted.
 
-    Exit status 3: a request differs, or a recorded call was not asked for, a side question aside. Else the program's.
+    Exit status 3: a request differs, or a recorded call was not asked for, a side question aside.
+    Else the program's.
     """
     harness, command = program_of(preset, command)
-    record, session_id = Record.of(run, session), f"rerun-{secrets.token_hex(4)}"
+    record = Record.of(run, session)
+    session_id = f"rerun-{secrets.token_hex(4)}"
     environment = {**harness.environment(record.engine, record.context_window), **os.environ}
-    with TemporaryDirectory() as folder, record.rerun(Path(folder) / "run", model, settings) as recorder:
-        status = run_program(command, {**environment, **recorder.environment(session_id)})
-        answered, difference = record.result(recorder, session_id)
-    calls, console = counted(len(record.calls), "recorded call"), plain_console()
-    console.print(f"session {record.session_id}: {answered} of {calls} answered; exit status {status}")
+    with TemporaryDirectory() as folder:
+        again = record.rerun(Path(folder) / "run", model, settings)
+        with again:
+            status = run_program(command, {**environment, **again.environment(session_id)})
+            answered, difference = record.result(again, session_id)
+    calls = counted(len(record.calls), "recorded call")
+    console = plain_console()
+    console.print(
+        f"session {record.session_id}: {answered} of {calls} answered; exit status {status}",
+    )
     if difference is not None:
         console.print(difference, style="bold red")
         sys.exit(3)
-    sys.exit(128 - status if status < 0 else status)
+    sys.exit(exit_status(status))
 
 
 @command(
@@ -84,8 +96,19 @@ def rerun_command(
 @recorder_options
 @click.argument("run", type=RUN)
 @click.argument("session")
-@click.option("--at", "call", required=True, metavar="CALL", help="The first call that is sampled: its number or id.")
-@click.option("--tasks", type=click.Path(path_type=Path, exists=True), required=True, help="Where its task is.")
+@click.option(
+    "--at",
+    "call",
+    required=True,
+    metavar="CALL",
+    help="The first call that is sampled: its number or id.",
+)
+@click.option(
+    "--tasks",
+    type=TASKS,
+    required=True,
+    help="Where its task is.",
+)
 @harness_option()
 @rollout_options
 @json_option
@@ -101,17 +124,22 @@ def fork_command(
 ) -> None:
     """Run the harness of SESSION of RUN again up to a call, and sample from there.
 
-    Every fork works in a fresh start of the session's task. Calls that began before CALL are answered by the record;
-    CALL and what comes after it are sampled, and judged as in a rollout. The forks are one group. A fork that differs
-    from the record before CALL has the status diverged and no reward, and is not tried again.
+    Every fork works in a fresh start of the session's task. Calls that began before CALL are
+    answered by the record; CALL and what comes after it are sampled, and judged as in a rollout.
+    The forks are one group. A fork that differs from the record before CALL has the status diverged
+    and no reward, and is not tried again.
 
-    Options are those of `rolltap rollout`. The harness is that of the session unless --harness names another.
+    Options are those of `rolltap rollout`. The harness is that of the session unless --harness
+    names another.
     """
-    record, budget = Record.of(run, session), {name: given.pop(f"max_{name}") for name in Budget.model_fields}
-    recorder, task = {**settings, **record.fork(call)}, record.task(tasks, given["repositories"])
-    preset = preset or (record.session.harness if record.session is not None else "")
+    record = Record.of(run, session)
+    task = record.task(tasks, given["repositories"])
+    if preset is None:
+        preset = "" if record.session is None else record.session.harness
     if not preset.endswith(".toml") and preset not in rolltap.Harness.names():
-        raise InputError(f"the session's preset {preset!r} is not one of rolltap's: give its file with --harness")
-    forks = rolltap.rollout([task], harness=preset, recorder=recorder, budget=budget, **given)
+        own = f"the session's preset {preset!r} is not one of rolltap's"
+        raise InputError(f"{own}: give its file with --harness")
+    recorder = {**settings, **record.fork(call)}
+    forks = rolltap.rollout([task], harness=preset, recorder=recorder, **given)
     print_result(forks.summary(), as_json)
     report_rollout(forks)

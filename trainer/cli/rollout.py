@@ -38,6 +38,7 @@ from rolltap.rollouts import (
 )
 from rolltap.trainer.cli.options import (
     RUN,
+    TASKS,
     command,
     engine_option,
     harness_option,
@@ -48,8 +49,7 @@ from rolltap.trainer.cli.options import (
     rollout_options,
 )
 from rolltap.trainer.console import plain_console, watched
-from rolltap.trainer.names import counted
-from rolltap.types import Budget
+from rolltap.trainer.names import SessionName, counted
 
 
 @command(
@@ -71,8 +71,17 @@ def addon_command() -> None:
     'eval "$(rolltap env --proxy http://127.0.0.1:8080 --harness pi)"',
     "rolltap env --proxy http://127.0.0.1:8080 --format docker > session.env",
 )
-@click.option("--proxy", required=True, metavar="URL", help="The recorder as the program reaches it: http://HOST:PORT.")
-@click.option("--session", metavar="ID", help="Names the session in the dataset; a new name if not given.")
+@click.option(
+    "--proxy",
+    required=True,
+    metavar="URL",
+    help="The recorder as the program reaches it: http://HOST:PORT.",
+)
+@click.option(
+    "--session",
+    metavar="ID",
+    help="Names the session in the dataset; a new name if not given.",
+)
 @harness_option()
 @engine_option(help="URL of the vLLM server.")
 @click.option(
@@ -82,7 +91,11 @@ def addon_command() -> None:
     show_default=True,
     help="The recorder's CA certificate.",
 )
-@click.option("--secret-file", type=click.File(), help="The file of the recorder's rolltap_secret_file, if it has one.")
+@click.option(
+    "--secret-file",
+    type=click.File(),
+    help="The file of the recorder's rolltap_secret_file, if it has one.",
+)
 @click.option(
     "--format",
     "form",
@@ -92,12 +105,19 @@ def addon_command() -> None:
     help="Lines for a shell's eval, for `docker run --env-file`, or JSON.",
 )
 def env_command(
-    proxy: str, session: str | None, preset: str | None, engine: str, ca: Path, secret_file: TextIO | None, form: str
+    proxy: str,
+    session: str | None,
+    preset: str | None,
+    engine: str,
+    ca: Path,
+    secret_file: TextIO | None,
+    form: str,
 ) -> None:
     """Print the variables that send a program through a recorder.
 
-    The recorder runs already: see `rolltap addon`. The file rolltap-ca-bundle.pem is written beside the CA, with the
-    usual root certificates and the CA. A container needs both files under the same paths.
+    The recorder runs already: see `rolltap addon`. The file rolltap-ca-bundle.pem is written beside
+    the CA, with the usual root certificates and the CA. A container needs both files under the same
+    paths.
     """
     recorder = rolltap.Proxy(proxy, ca=ca, secret=secret_file.read().strip() if secret_file else "")
     console = plain_console()
@@ -106,7 +126,10 @@ def env_command(
     if preset is not None:
         harness = rolltap.Harness.load(preset)
         environment = {**harness.environment(engine), **environment}
-        for line in (f"start it as: {shlex.join([harness.program, *harness.arguments])}", *harness.quirks):
+        for line in (
+            f"start it as: {shlex.join([harness.program, *harness.arguments])}",
+            *harness.quirks,
+        ):
             console.print(line)
     console.print(f"session: {session}; certificates: {recorder.bundle}")
     if form == "json":
@@ -127,9 +150,23 @@ def env_command(
 )
 @recorder_options
 @harness_option()
-@click.option("--task", default="", metavar="ID", help="Name of the task; the program's name if not given.")
-@click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
-@click.option("--evaluate", metavar="COMMAND", help="Runs here in a shell afterwards, and gives the reward.")
+@click.option(
+    "--task",
+    default="",
+    metavar="ID",
+    help="Name of the task; the program's name if not given.",
+)
+@click.option(
+    "--group",
+    default="",
+    metavar="ID",
+    help="Sessions that are compared with each other.",
+)
+@click.option(
+    "--evaluate",
+    metavar="COMMAND",
+    help="Runs here in a shell afterwards, and gives the reward.",
+)
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def record_command(
@@ -148,15 +185,17 @@ def record_command(
 
     The status is 3 if that of COMMAND is 0 and no model call came.
 
-    The command keeps its own configuration. Its name in the dataset is that of the first file or module of this folder
-    among its arguments, else the program's. With --harness, COMMAND is only the arguments of the harness's program, and
-    variables that you have set yourself override the harness's. The program is then asked for its version first.
-    SIGTERM ends the program, and the session is cancelled.
+    The command keeps its own configuration. Its name in the dataset is that of the first file or
+    module of this folder among its arguments, else the program's. With --harness, COMMAND is only
+    the arguments of the harness's program, and variables that you have set yourself override the
+    harness's. The program is then asked for its version first. SIGTERM ends the program, and the
+    session is cancelled.
 
-    With --evaluate, the reward is 1 for the evaluator's exit status 0 and 0 for status 1; others are no verdict. Give
-    another reward with `rolltap reward`.
+    With --evaluate, the reward is 1 for the evaluator's exit status 0 and 0 for status 1; others
+    are no verdict. Give another reward with `rolltap reward`.
 
-    With --json, stdout has the session and its counts alone: the output of the command is on stderr.
+    With --json, stdout has the session and its counts alone: the output of the command is on
+    stderr.
     """
     harness, command = program_of(preset, command)
     if evaluate is not None:
@@ -176,52 +215,88 @@ def record_command(
     recorder = rolltap.Recorder(out, engine=engine, model=model, options=settings)
     check_engines(recorder, console.print)
     with recorder, watched(Engines(engine).silent, console, bar=False):
-        console.print(f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}")
-        replaced = [name for name in recorder.environment(session_id) if name.lower().endswith("_proxy")]
-        yours = [name for name in replaced if name in os.environ and name != "NODE_USE_ENV_PROXY"]
-        if yours:
-            console.print(f"the program does not get your {', '.join(yours)}: the recorder sets its own")
+        address = recorder.proxy(session_id).address
+        console.print(f"the recorder listens at {address}, for the model {model}")
+        own = recorder.environment(session_id)
+        if yours := _replaced_proxies(own):
+            console.print(f"the program does not get your {yours}: the recorder sets its own")
         try:
             session.exit_status = run_program(
                 command,
-                {**environment, **os.environ, **recorder.environment(session_id)},
+                {**environment, **os.environ, **own},
                 stdout=sys.stderr.fileno() if as_json else None,
             )
-            session.status = "completed" if session.exit_status == 0 else "failed"
+            session.status = "failed" if session.exit_status else "completed"
             session.finished_at = datetime.now(UTC)
             facts = end_recorded(session, recorder, evaluate)
         except KeyboardInterrupt:
-            session.status, session.reward, session.error = "cancelled", None, "stopped by a signal while it ran"
+            session.status = "cancelled"
+            session.reward = None
+            session.error = "stopped by a signal while it ran"
             recorder.end(session)
             raise
-    reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
-    if (ended := session.evidence.get("exit_status")) is not None:
-        reward += f" (exit status {ended} of the evaluator)"
-    counts = [counted(facts.calls, "model call")]
-    counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
-    console.print(
-        f"session {session_id}: {session.status}, {reward}, {', '.join(counts)}. "
-        f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}"
-    )
-    if why := session.error or facts.fault:
-        if session.exit_status and not facts.calls:
-            why = f"the program ended with status {session.exit_status}: see its output; {why}"
-        console.print(why, style="bold red")
-    asked_past = ""
+    told = counted(facts.calls, "model call")
+    if facts.uncaptured:
+        told += f", requests that look like one and were not answered: {facts.uncaptured}"
+    why = session.error or facts.fault
+    if why and session.exit_status and not facts.calls:
+        why = f"the program ended with status {session.exit_status}: see its output; {why}"
+    _report_recorded(session, told, why, out)
     if not facts.calls:
         asked_past = on_loopback(model_places(command, {**environment, **os.environ}))
-    if asked_past:
-        console.print(f"{asked_past}: give any other host, such as http://model.rolltap/v1", style="bold red")
+        if asked_past:
+            advice = "give any other host, such as http://model.rolltap/v1"
+            console.print(f"{asked_past}: {advice}", style="bold red")
     if as_json:
         view = rolltap.open_run(out).inspect_session(session_id)
-        written = {"calls": len(view.calls), "sampled_tokens": view.ledger.sampled, **view.to_json()["session"]}
-        click.echo(json.dumps({"run": str(out), **written}))
-    status = session.exit_status
-    sys.exit(128 - status if status < 0 else status or (0 if facts.calls else 3))
+        written = {
+            "run": str(out),
+            "calls": len(view.calls),
+            "sampled_tokens": view.ledger.sampled,
+            **view.to_json()["session"],
+        }
+        click.echo(json.dumps(written))
+    if session.exit_status == 0 and not facts.calls:
+        sys.exit(3)
+    sys.exit(exit_status(session.exit_status))
 
 
-def program_of(preset: str | None, command: tuple[str, ...]) -> tuple[rolltap.Harness, tuple[str, ...]]:
-    """Return the harness of a command line and its whole command. With a preset, `command` is only its arguments."""
+def _replaced_proxies(own: Mapping[str, str]) -> str:
+    """Return the names of a user's variables of a proxy that the recorder's replace."""
+    names: list[str] = []
+    for name in own:
+        if name.lower().endswith("_proxy") and name != "NODE_USE_ENV_PROXY" and name in os.environ:
+            names.append(name)
+    return ", ".join(names)
+
+
+def _report_recorded(session: rolltap.Session, calls: str, why: str | None, out: Path) -> None:
+    """Say on stderr what became of a session of `record`."""
+    reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+    ended = session.evidence.get("exit_status")
+    if ended is not None:
+        reward += f" (exit status {ended} of the evaluator)"
+    name = session.session_id
+    console = plain_console()
+    console.print(
+        f"session {name}: {session.status}, {reward}, {calls}. "
+        f"See: {shlex.join(['rolltap', 'inspect', str(out), name])}",
+    )
+    if why:
+        console.print(why, style="bold red")
+
+
+def exit_status(ended: int) -> int:
+    """Return the status with which a shell says that a program ended."""
+    return 128 - ended if ended < 0 else ended
+
+
+def program_of(
+    preset: str | None,
+    command: tuple[str, ...],
+) -> tuple[rolltap.Harness, tuple[str, ...]]:
+    """Return the harness of a command line and its whole command. With a preset, `command` is only
+    its arguments."""
     if preset is not None:
         harness = rolltap.Harness.load(preset)
         command = (harness.program, *harness.arguments, *command)
@@ -234,7 +309,8 @@ def program_of(preset: str | None, command: tuple[str, ...]) -> tuple[rolltap.Ha
 
 
 def name_of(command: Sequence[str]) -> str:
-    """Return the name of a command: of its first argument that is a file or a module here, else of its program."""
+    """Return the name of a command: of its first argument that is a file or a module here, else of
+    its program."""
     for argument in command[1:]:
         module = argument.replace(".", "/")
         if any(map(os.path.isfile, (argument, f"{module}.py", f"{module}/__main__.py"))):
@@ -243,22 +319,30 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def run_program(command: Sequence[str], env: Mapping[str, str], stdout: int | None = None) -> int:
-    """Run a program on this terminal, and return its status. A signal that ends this process ends it, too.
+    """Run a program on this terminal, and return its status. A signal that ends this process ends
+    it, too.
 
     It does not see the variable of the engine's key.
     """
     env = {name: value for name, value in env.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
-    # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
+    # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits
+    # for its status
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
     try:
         process = subprocess.Popen(
-            command, env=env, stdout=stdout, preexec_fn=lambda: signal.signal(signal.SIGINT, inherited)
+            command,
+            env=env,
+            stdout=stdout,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
         )
         try:
             return process.wait()
         except KeyboardInterrupt:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would leave the program running
+            signal.signal(
+                signal.SIGTERM,
+                signal.SIG_IGN,
+            )  # another one would leave the program running
             end_program(process.pid)
             raise
     finally:
@@ -274,12 +358,35 @@ def run_program(command: Sequence[str], env: Mapping[str, str], stdout: int | No
 @click.argument("run", type=RUN)
 @click.argument("session")
 @click.argument("value", type=float)
-@click.option("--task", default="", metavar="ID", help="Name of the task. Sessions of a task are of one group.")
-@click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
-@click.option("--part", "parts", multiple=True, metavar="NAME=VALUE", help="A part of the reward. Repeatable.")
+@click.option(
+    "--task",
+    default="",
+    metavar="ID",
+    help="Name of the task. Sessions of a task are of one group.",
+)
+@click.option(
+    "--group",
+    default="",
+    metavar="ID",
+    help="Sessions that are compared with each other.",
+)
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A part of the reward. Repeatable.",
+)
 @click.option("--change", is_flag=True, help="Replace the reward that the session has.")
 @json_option
-def reward_command(run: Path, session: str, value: float, parts: tuple[str, ...], as_json: bool, **how: Any) -> None:
+def reward_command(
+    run: Path,
+    session: str,
+    value: float,
+    parts: tuple[str, ...],
+    as_json: bool,
+    **how: Any,
+) -> None:
     """Give SESSION of RUN a reward.
 
     VALUE is a finite number. For sessions that `rolltap rollout` did not start: of `rolltap
@@ -291,8 +398,9 @@ def reward_command(run: Path, session: str, value: float, parts: tuple[str, ...]
     if as_json:
         click.echo(json.dumps(opened.inspect_session(rewarded.session_id).to_json()["session"]))
         return
-    where = f"task {rewarded.task_id or '-'}, group {rewarded.group_id or '-'}, revision {rewarded.revision}"
-    click.echo(f"{rewarded.session_id}: {rewarded.reward:g} ({where})")
+    where = f"task {rewarded.task_id or '-'}, group {rewarded.group_id or '-'}"
+    revision = f"revision {rewarded.revision}"
+    click.echo(f"{rewarded.session_id}: {rewarded.reward:g} ({where}, {revision})")
 
 
 def _part(text: str) -> tuple[str, float]:
@@ -319,21 +427,31 @@ _CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")
     "    --runtime sandbox --set rolltap_allow=pypi.org",
 )
 @recorder_options
-@click.argument("tasks", type=click.Path(path_type=Path, exists=True))
+@click.argument("tasks", type=TASKS)
 @harness_option(required=True)
 @rollout_options
-@click.option("--new-groups", is_flag=True, help="Begin further groups; the newest ones are completed first.")
+@click.option(
+    "--new-groups",
+    is_flag=True,
+    help="Begin further groups; the newest ones are completed first.",
+)
 @json_option
-def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as_json: bool, **given: Any) -> None:
+def rollout_command(
+    tasks: Path,
+    settings: dict[str, list[str]],
+    preset: str,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Run every task several times and record it.
 
-    TASKS is JSON Lines, one task a line; a Harbor task folder, or a folder of them; or rows of a SWE dataset: JSON
-    Lines, Parquet, or a dataset on the disk. Each task's own judge gives the reward. A session that failed because of
-    the engine, the recorder or the machine has the status infrastructure and no reward. The same command resumes a
-    stopped rollout. Exit status 1: no session has a reward, or the rollout gave up.
+    TASKS is JSON Lines, one task a line; a Harbor task folder, or a folder of them; or rows of a
+    SWE dataset: JSON Lines, Parquet, or a dataset on the disk. Each task's own judge gives the
+    reward. A session that failed because of the engine, the recorder or the machine has the status
+    infrastructure and no reward. The same command resumes a stopped rollout. Exit status 1: no
+    session has a reward, or the rollout gave up.
     """
-    budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
-    run = rolltap.rollout(tasks, harness=preset, recorder=settings, budget=budget, **given)
+    run = rolltap.rollout(tasks, harness=preset, recorder=settings, **given)
     print_result(run.summary(), as_json)
     if not as_json:
         plain_console().print(next_line("view", run.path))
@@ -347,20 +465,27 @@ def report_rollout(run: rolltap.Run) -> None:
 
 
 def _report_refused(run: rolltap.Run) -> None:
-    """Say on stderr how many sessions changed files that are the judge's, and which: these changes were not applied."""
-    new = [session for session in run.sessions() if session.session_id in run.new_session_ids]
-    refused = [{*_refused(session.evidence)} for session in new]
-    files = Counter(path for paths in refused for path in paths)
+    """Say on stderr how many sessions changed files that are the judge's, and which: these changes
+    were not applied."""
+    sessions = 0
+    files: Counter[str] = Counter()
+    for session in run.sessions():
+        if session.session_id in run.new_session_ids:
+            refused = set(_refused(session.evidence))
+            sessions += bool(refused)
+            files.update(refused)
     if files:
-        named = ", ".join(f"{path} ({number})" for path, number in files.most_common(MOST_REASONS))
+        named = [f"{path} ({number})" for path, number in files.most_common(MOST_REASONS)]
         plain_console().print(
-            f"{counted(sum(map(bool, refused)), 'session')} changed files of the judge, which it did not take: "
-            f"{named}. If the task asks for such changes, list them in 'paths' of its judge"
+            f"{counted(sessions, 'session')} changed files of the judge, which it did not take: "
+            f"{', '.join(named)}. If the task asks for such changes, list them in 'paths' of its "
+            "judge",
         )
 
 
 def _refused(evidence: dict[str, Any]) -> Iterator[str]:
-    """Yield the paths of the judge's own that a session changed, also from the evidence of several judges."""
+    """Yield the paths of the judge's own that a session changed, also from the evidence of several
+    judges."""
     for entry in evidence.get("refused", []):
         path, _, why = entry.rpartition(": ")
         if why in ("protected", "planted", "settings"):
@@ -370,9 +495,12 @@ def _refused(evidence: dict[str, Any]) -> Iterator[str]:
 
 
 def _report_faults(run: rolltap.Run) -> None:
-    """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when it is all of them."""
+    """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when it is all
+    of them."""
     rows = {session.session_id: session for session in run.sessions()}
-    last = {name.partition("~")[0]: rows[name] for name in run.new_session_ids}  # of several attempts
+    last = {}
+    for name in run.new_session_ids:
+        last[SessionName.parse(name).place] = rows[name]  # of several attempts
     without = [session for session in last.values() if session.reward is None]
     if not without:
         return
@@ -384,12 +512,15 @@ def _report_faults(run: rolltap.Run) -> None:
     statuses = Counter(session.status for session in without)
     named = ", ".join(f"{number} {status}" for status, number in statuses.most_common())
     console = plain_console()
-    console.print(f"{len(without)} of {len(last)} sessions have no reward ({named})", style="bold red")
+    console.print(
+        f"{len(without)} of {len(last)} sessions have no reward ({named})",
+        style="bold red",
+    )
     for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
         console.print(f"  {len(alike)} of them: {alike[0]}", style="red")
     console.print(
-        f"See {run.path / 'logs'} and the recorder's log in the run. Fix the cause and rerun the same command: "
-        "it runs those that are infrastructure or unjudged."
+        f"See {run.path / 'logs'} and the recorder's log in the run. Fix the cause and rerun the "
+        "same command: it runs those that are infrastructure or unjudged."
     )
     if len(without) == len(last):
         sys.exit(1)

@@ -25,7 +25,15 @@ import click
 import rolltap
 from rolltap.errors import InputError
 from rolltap.runs import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
-from rolltap.trainer.cli.options import OUT, RUN, command, counts_of, engine_option, json_option, print_result
+from rolltap.trainer.cli.options import (
+    OUT,
+    RUN,
+    command,
+    counts_of,
+    engine_option,
+    json_option,
+    print_result,
+)
 from rolltap.trainer.console import plain_console
 from rolltap.trainer.names import counted
 
@@ -38,24 +46,37 @@ from rolltap.trainer.names import counted
 @click.argument("run", type=RUN)
 @engine_option(help="URL of the vLLM server.")
 @click.option(
-    "--sample", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of calls to score."
+    "--sample",
+    default=100,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Maximum number of calls to score.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the choice of calls.")
 @click.option(
     "--threshold",
     type=click.FloatRange(0),
-    help="Maximum mean absolute difference, in nats, for exit status 0. By default it follows from the type of the "
-    "weights, and from the difference of the engine's own sampling from its scores, which is measured and printed.",
+    help="Maximum mean absolute difference, in nats, for exit status 0. By default it follows from "
+    "the type of the weights, and from the difference of the engine's own sampling from its "
+    "scores, which is measured and printed.",
 )
 @json_option
-def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float | None, as_json: bool) -> None:
+def check_command(
+    run: Path,
+    engine: str,
+    sample: int,
+    seed: int,
+    threshold: float | None,
+    as_json: bool,
+) -> None:
     """Score calls of a RUN again on a running engine.
 
     The log-probabilities of both times are compared.
 
-    Exit status 0: the mean absolute difference of every kind of prompt and policy version is within the threshold.
-    Exit status 1: one is not. Calls of weights that the engine does not serve are skipped and counted. So are those
-    of the model that the engine was started with, unless run.json names the same one.
+    Exit status 0: the mean absolute difference of every kind of prompt and policy version is within
+    the threshold. Exit status 1: one is not. Calls of weights that the engine does not serve are
+    skipped and counted. So are those of the model that the engine was started with, unless run.json
+    names the same one.
     """
     from rolltap.rollouts import Engines, engine_status
 
@@ -77,8 +98,8 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
 def compare_command(first: Path, second: Path, as_json: bool) -> None:
     """Compare the mean rewards of two runs on the same tasks.
 
-    The difference is paired by task and has an interval of 95 %: over tasks, or with fewer than five over the sessions
-    of these tasks. An interval without 0 in it is a difference.
+    The difference is paired by task and has an interval of 95 %: over tasks, or with fewer than
+    five over the sessions of these tasks. An interval without 0 in it is a difference.
     """
     print_result(rolltap.open_run(first).compare(second), as_json)
 
@@ -94,22 +115,28 @@ def compare_command(first: Path, second: Path, as_json: bool) -> None:
     "target",
     type=click.Choice([*get_args(ExportFormat), "hub"]),
     required=True,
-    help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. atif: Harbor's trajectories. "
-    "messages: plain chats.",
+    help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. atif: Harbor's "
+    "trajectories. messages: plain chats.",
 )
 @click.option("--out", type=OUT, help="Write into this folder, which must be new or empty.")
 @click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")
 @click.option("--public", is_flag=True, help="Create or update a public repository.")
 @json_option
 def export_command(
-    run: Path, target: ExportFormat | Literal["hub"], out: Path | None, repo: str | None, public: bool, as_json: bool
+    run: Path,
+    target: ExportFormat | Literal["hub"],
+    out: Path | None,
+    repo: str | None,
+    public: bool,
+    as_json: bool,
 ) -> None:
     """Write a RUN in another format, or push it to the Hub.
 
-    The Hub's token is that of `hf auth login` or HF_TOKEN. A repository that is public already is refused without
-    --public. Former Parquet files and the card of the repository are replaced.
+    The Hub's token is that of `hf auth login` or HF_TOKEN. A repository that is public already is
+    refused without --public. Former Parquet files and the card of the repository are replaced.
     """
-    opened, console = rolltap.open_run(run), plain_console()
+    opened = rolltap.open_run(run)
+    console = plain_console()
     if target == "hub":
         if repo is None or out is not None:
             raise click.UsageError("--to hub takes --repo ORG/NAME, and no --out")
@@ -137,9 +164,21 @@ def export_command(
 @click.argument("call", required=False)
 @click.option("--task", metavar="ID", help="Only the sessions of this task.")
 @click.option("--group", metavar="ID", help="Only the sessions of this group.")
-@click.option("--sort", type=click.Choice(get_args(Sort)), help="Order of the sessions; by default their start.")
-@click.option("--follow", is_flag=True, help="Print a line for each session that has ended or ends, until interrupted.")
-@click.option("--full", is_flag=True, help="All messages and prompt tokens of a CALL, not only its new ones.")
+@click.option(
+    "--sort",
+    type=click.Choice(get_args(Sort)),
+    help="Order of the sessions; by default their start.",
+)
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Print a line for each session that has ended or ends, until interrupted.",
+)
+@click.option(
+    "--full",
+    is_flag=True,
+    help="All messages and prompt tokens of a CALL, not only its new ones.",
+)
 @json_option
 def inspect_command(
     run: Path,
@@ -154,20 +193,23 @@ def inspect_command(
 ) -> None:
     """Show a RUN, the calls of a SESSION, or a CALL with its tokens.
 
-    Two sessions instead of a session and its call are compared: the first message and the first token that differ.
-    Unique prefixes of ids are accepted, and the number of a CALL in its session, from 1; --follow takes whole ids.
+    Two sessions instead of a session and its call are compared: the first message and the first
+    token that differ. Unique prefixes of ids are accepted, and the number of a CALL in its session,
+    from 1; --follow takes whole ids.
     """
     if (session is not None and (task or group or sort or follow)) or (follow and sort):
-        raise click.UsageError("--task, --group, --follow and --sort are for a RUN alone, the last two not together")
+        raise click.UsageError(
+            "--task, --group, --follow and --sort are for a RUN alone, the last two not together",
+        )
     if full and call is None:
         raise click.UsageError("--full is for a CALL")
     opened = rolltap.open_run(run)
     if follow:
-        columns = ("finished_at", "session_id", "task_id", "group_id", "status", "reward")
         with suppress(KeyboardInterrupt):
             for ended in opened.follow(task=task, group=group):
-                values = {name: getattr(ended, name) for name in columns}
-                click.echo(json.dumps(values, default=str) if as_json else "  ".join(map(str, values.values())))
+                values = {name: getattr(ended, name) for name in _FOLLOWED}
+                line = "  ".join(map(str, values.values()))
+                click.echo(json.dumps(values, default=str) if as_json else line)
     elif session is None:
         print_result(opened.summary(task=task, group=group, sort=sort or "started"), as_json)
     elif call is None:
@@ -181,6 +223,9 @@ def inspect_command(
             raise error
 
 
+_FOLLOWED = ("finished_at", "session_id", "task_id", "group_id", "status", "reward")
+
+
 def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     """Return roles that are separated by commas as a tuple, each once, in their usual order."""
     if isinstance(value, tuple):
@@ -188,7 +233,9 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     asked = {role.strip() for role in value.split(",")}
     known = get_args(CallRole)
     if unknown := asked - set(known):
-        raise click.BadParameter(f"{', '.join(map(repr, sorted(unknown)))}: choose among {', '.join(known)}")
+        raise click.BadParameter(
+            f"{', '.join(map(repr, sorted(unknown)))}: choose among {', '.join(known)}",
+        )
     return tuple(role for role in known if role in asked)
 
 
@@ -203,20 +250,29 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     type=click.Choice(get_args(Strategy)),
     default="prefix_merging",
     show_default=True,
-    help="per_request: one trace for each trained call. prefix_merging: one for each path of the call tree. tree: the "
-    "same, with the prefix that each shares with an earlier one.",
+    help="per_request: one trace for each trained call. prefix_merging: one for each path of the "
+    "call tree. tree: the same, with the prefix that each shares with an earlier one.",
 )
 @click.option(
     "--roles",
     type=_roles,
     default=TRAINED_ROLES,
     metavar="ROLE,...",
-    help=f"Roles of the calls to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",
+    help=f"Roles to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="Cut off the end of longer traces.")
-@click.option("--out", type=OUT, help="Write a dataset into this folder, which must be new or empty.")
+@click.option(
+    "--out",
+    type=OUT,
+    help="Write a dataset into this folder, which must be new or empty.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print each trace as a line of JSON.")
-@click.option("--ledger", "ledger_file", type=click.File("w", lazy=True), help="Write the ledger as JSON.")
+@click.option(
+    "--ledger",
+    "ledger_file",
+    type=click.File("w", lazy=True),
+    help="Write the ledger as JSON.",
+)
 def traces_command(
     run: Path,
     strategy: Strategy,
@@ -228,29 +284,54 @@ def traces_command(
 ) -> None:
     """Build the traces of a RUN, to train on.
 
-    `datasets.load_from_disk` opens what --out names. Traces of sessions without a reward are there too, with the
-    reward null: leave them out of a training, as the ledger does.
+    `datasets.load_from_disk` opens what --out names. Traces of sessions without a reward are there
+    too, with the reward null: leave them out of a training, as the ledger does.
     """
     if out is None and not as_json and ledger_file is None:
-        raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
+        raise click.UsageError(
+            "say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone",
+        )
     traces = rolltap.open_run(run).traces(strategy, roles=roles, max_tokens=max_tokens)
-    each = (lambda trace: click.echo(json.dumps(trace.to_json()))) if as_json else None
+    each = _print_trace if as_json else None
     totals = traces.totals(each) if out is None else traces.save(out, each)
     if ledger_file is not None:
         ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
     console = plain_console()
     where = "" if out is None else f" in {out}"
-    console.print(f"{counted(totals.traces, 'trace')} of {counted(totals.sessions, 'session')}{where}")
+    console.print(
+        f"{counted(totals.traces, 'trace')} of {counted(totals.sessions, 'session')}{where}",
+    )
     console.print(totals.ledger)
+
+
+def _print_trace(trace: rolltap.Trace) -> None:
+    click.echo(json.dumps(trace.to_json()))
 
 
 @command("score", "rolltap score runs/first --engine http://127.0.0.1:8001 --as teacher")
 @click.argument("run", type=RUN)
-@engine_option(help="URL of the vLLM server of the other model, or several with commas, which share the work.")
+@engine_option(
+    help="URL of the vLLM server of the other model, or several with commas, which share the work.",
+)
 @click.option("--as", "name", required=True, metavar="NAME", help="Name of the scores in the run.")
-@click.option("--adapter", metavar="NAME", help="An adapter that the engine serves; by default its base model.")
-@click.option("--top-k", default=0, type=click.IntRange(0), help="Store so many of the likeliest tokens too.")
-@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Requests at a time.")
+@click.option(
+    "--adapter",
+    metavar="NAME",
+    help="An adapter that the engine serves; by default its base model.",
+)
+@click.option(
+    "--top-k",
+    default=0,
+    type=click.IntRange(0),
+    help="Store so many of the likeliest tokens too.",
+)
+@click.option(
+    "--concurrency",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Requests at a time.",
+)
 @json_option
 def score_command(run: Path, engine: str, name: str, as_json: bool, **how: Any) -> None:
     """Store the log-probabilities of another model in a RUN.
@@ -259,7 +340,8 @@ def score_command(run: Path, engine: str, name: str, as_json: bool, **how: Any) 
     your own. The engine's tokenizer must be that of the run. Calls that have scores are skipped, so
     a command that was stopped goes on where it was.
 
-    Exit status 3: calls are left without scores, because they are too long for the engine or damaged.
+    Exit status 3: calls are left without scores, because they are too long for the engine or
+    damaged.
     """
     report = rolltap.open_run(run).score(engine, name, **how)
     print_result(report, as_json)
@@ -276,20 +358,25 @@ MOST_FINDINGS = 100
     "rolltap verify runs/first --repair",
 )
 @click.argument("run", type=RUN)
-@click.option("--repair", is_flag=True, help="Truncate uncommitted tails and remove temporary files.")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Truncate uncommitted tails and remove temporary files.",
+)
 @json_option
 def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     """Check a RUN for damage.
 
-    Checked are the table files, the digest of each row that can be read, and the token ids, prompts, values and times
-    of calls and sessions. The calls of a session with an unreadable row are not rebuilt. A run that is being recorded
-    can be verified.
+    Checked are the table files, the digest of each row that can be read, and the token ids,
+    prompts, values and times of calls and sessions. The calls of a session with an unreadable row
+    are not rebuilt. A run that is being recorded can be verified.
 
-    The first line is the verdict: ok, needs repair or damaged. Exit status 1: the run is damaged. Exit status 0: it is
-    not.
+    The first line is the verdict: ok, needs repair or damaged. Exit status 1: the run is damaged.
+    Exit status 0: it is not.
 
-    --repair truncates an uncommitted tail and removes temporary files. After a machine crash the tail may be a commit
-    whose prefix was lost: copy the file first. Files that are being written are not changed.
+    --repair truncates an uncommitted tail and removes temporary files. After a machine crash the
+    tail may be a commit whose prefix was lost: copy the file first. Files that are being written
+    are not changed.
 
     For a damaged run, `rolltap merge RUN --out NEW` saves the rows that can be read.
     """
@@ -299,11 +386,14 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
         sys.exit(0 if found.sound else 1)
     grades = Counter(finding.grade for finding in found.findings)
     findings = f"; findings: {_count(grades.items())}" if grades else ""
-    click.echo(f"{found.verdict}: {found.sessions} sessions; rows: {_count(found.rows.items())}{findings}")
+    click.echo(
+        f"{found.verdict}: {found.sessions} sessions; rows: {_count(found.rows.items())}{findings}",
+    )
     for done in found.repaired:
         click.echo(f"repaired: {done}")
     for finding in found.findings[:MOST_FINDINGS]:
-        click.echo(f"{finding.grade}: {finding.where}: {finding.what}{finding.advice and f'; {finding.advice}'}")
+        advice = f"; {finding.advice}" if finding.advice else ""
+        click.echo(f"{finding.grade}: {finding.where}: {finding.what}{advice}")
     if len(found.findings) > MOST_FINDINGS:
         click.echo(f"and {len(found.findings) - MOST_FINDINGS} more: see --json")
     sys.exit(0 if found.sound else 1)

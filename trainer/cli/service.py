@@ -8,14 +8,17 @@ import click
 from rolltap.rollouts import serve_rollouts
 from rolltap.trainer.cli.options import (
     OUT,
+    PORT,
+    TASKS,
     command,
     engine_option,
     harness_option,
+    model_option,
     rollout_options,
     set_option,
 )
 from rolltap.trainer.console import plain_console
-from rolltap.types import Budget, RolloutConfig
+from rolltap.types import RolloutConfig
 
 
 @command(
@@ -27,21 +30,17 @@ from rolltap.types import Budget, RolloutConfig
 @click.argument("run", type=OUT)
 @click.option(
     "--tasks",
-    type=click.Path(path_type=Path, exists=True),
+    type=TASKS,
     required=True,
     help="Tasks, as of `rollout`.",
 )
 @harness_option(required=True)
-@engine_option(help="URL of the vLLM server; separate several with commas.")
-@click.option(
-    "--model",
-    required=True,
-    help="Folder or name of the served model, for its tokenizer.",
-)
+@engine_option()
+@model_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=PORT,
     default=8900,
     show_default=True,
     help="Port; 0 is a free one.",
@@ -49,7 +48,7 @@ from rolltap.types import Budget, RolloutConfig
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the token of clients; made if it does not exist. By default service.token in RUN.",
+    help="File with the clients' token, made if missing. By default service.token in RUN.",
 )
 @click.option(
     "--queue",
@@ -69,8 +68,8 @@ from rolltap.types import Budget, RolloutConfig
     "--allow-host",
     multiple=True,
     metavar="HOST[:PORT]",
-    help="Host that a client's own task may name: of an LLM judge, in 'allow' of the task or of its "
-    "judge, or as the registry of an image (docker.io is one).",
+    help="Host that a client's own task may name: of an LLM judge, in 'allow' of the task or of "
+    "its judge, or as the registry of an image (docker.io is one).",
 )
 @rollout_options
 def service_command(
@@ -89,9 +88,8 @@ def service_command(
     token runs code here. The same command goes on after a kill: RUN has the accepted groups. See
     /docs for the interface and /health for what is wrong.
     """
-    budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     own = ("host", "port", "token_file", "queue", "evaluation_share", "allow_host")
     how = {name: given.pop(name) for name in own}
-    config = RolloutConfig.of({**given, "budget": budget, "recorder": settings})
+    config = RolloutConfig.of({**given, "recorder": settings})
     how["say"] = plain_console().print
     serve_rollouts(tasks, harness=preset, engine=engine, model=model, out=run, config=config, **how)

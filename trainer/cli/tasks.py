@@ -15,7 +15,7 @@ from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import judge_again
-from rolltap.trainer.cli.options import RUN, command, examples, json_option, rollout_options
+from rolltap.trainer.cli.options import RUN, TASKS, command, examples, json_option, rollout_options
 from rolltap.trainer.console import IdTable
 from rolltap.trainer.names import counted
 from rolltap.types import TaskCheck
@@ -23,9 +23,25 @@ from rolltap.types import TaskCheck
 _FILES_SHOWN = 20
 _DIFF_LINES = 30
 _OPTIONS = (
-    *("repositories", "runtime", "tools", "container_engine", "container_arguments"),
-    *("ssh", "ssh_kind", "ssh_python", "ssh_arguments"),
-    *("harbor_python", "harbor_environment"),
+    "repositories",
+    "runtime",
+    "tools",
+    "container_engine",
+    "container_arguments",
+    "ssh",
+    "ssh_kind",
+    "ssh_python",
+    "ssh_arguments",
+    "harbor_python",
+    "harbor_environment",
+)
+"""Fields of `RolloutConfig` that say where judges run."""
+_concurrency_option = click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    help="Judgements at a time.",
 )
 _EXAMPLES = examples("rolltap tasks check tasks.jsonl --runtime sandbox")
 
@@ -36,16 +52,17 @@ def tasks_group() -> None:
 
 
 @tasks_group.command("check", epilog=_EXAMPLES)
-@click.argument("tasks", type=click.Path(path_type=Path, exists=True))
+@click.argument("tasks", type=TASKS)
 @partial(rollout_options, only=_OPTIONS)
-@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Judgements at a time.")
+@_concurrency_option
 @json_option
 def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
     """Try TASKS with their solutions and with cheats.
 
-    TASKS and the options are as for `rolltap rollout`. Each task is judged several times: its untouched start, which
-    must earn less than the best reward; its own solution, if it has one, which must earn the best; and the standard
-    cheats, which must earn no more than the untouched start. Use the runtime of the rollout.
+    TASKS and the options are as for `rolltap rollout`. Each task is judged several times: its
+    untouched start, which must earn less than the best reward; its own solution, if it has one,
+    which must earn the best; and the standard cheats, which must earn no more than the untouched
+    start. Use the runtime of the rollout.
 
     Exit status 1: not all of this holds, or a task could not be tried.
     """
@@ -62,17 +79,28 @@ def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
     "rolltap judge runs/first --tasks tasks.jsonl --runtime sandbox",
 )
 @click.argument("run", type=RUN)
-@click.option("--tasks", type=click.Path(path_type=Path, exists=True), required=True, help="Tasks with other judges.")
-@click.option("--session", "only", multiple=True, metavar="ID", help="A session; all by default. Repeatable.")
+@click.option(
+    "--tasks",
+    type=TASKS,
+    required=True,
+    help="Tasks with other judges.",
+)
+@click.option(
+    "--session",
+    "only",
+    multiple=True,
+    metavar="ID",
+    help="A session; all by default. Repeatable.",
+)
 @partial(rollout_options, only=(*_OPTIONS, "build"))
-@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Judgements at a time.")
+@_concurrency_option
 @json_option
 def judge_command(run: Path, as_json: bool, **given: Any) -> None:
     """Judge recorded sessions of RUN again, without running them.
 
-    Each is judged by the task with the id of its own: what its agent changed was kept, and is applied to a fresh start.
-    The runtime must be the session's. The new reward counts, and the earlier ones stay in the run. The same command
-    goes on after it was stopped.
+    Each is judged by the task with the id of its own: what its agent changed was kept, and is
+    applied to a fresh start. The runtime must be the session's. The new reward counts, and the
+    earlier ones stay in the run. The same command goes on after it was stopped.
 
     Exit status 1: a session could not be judged, or its judge gave no reward.
     """
@@ -81,8 +109,13 @@ def judge_command(run: Path, as_json: bool, **given: Any) -> None:
     table = IdTable("session", "task", "old reward", "new reward", "status")
     for each in found:
         if each["reward"] != each["before"]:
-            rewards = ("none" if reward is None else f"{reward:g}" for reward in (each["before"], each["reward"]))
-            table.add_row(each["session"], each["task"], *rewards, each["status"])
+            table.add_row(
+                each["session"],
+                each["task"],
+                _reward(each["before"]),
+                _reward(each["reward"]),
+                each["status"],
+            )
     changed = "no reward"
     if table.rows:
         console.print(table)
@@ -98,14 +131,22 @@ def judge_command(run: Path, as_json: bool, **given: Any) -> None:
     sys.exit(1 if failed else 0)
 
 
+def _reward(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"
+
+
 def _print(checks: list[TaskCheck]) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     table = IdTable("task", "start", "solution", "cheats tried", "findings")
     for check in checks:
-        if not check.task:
-            continue
-        rewards = ("none" if reward is None else f"{reward:g}" for reward in (check.start, check.solution))
-        table.add_row(check.task, *rewards, str(len(check.tried)), str(len(check.weaknesses) + len(check.wrong)))
+        if check.task:
+            table.add_row(
+                check.task,
+                _reward(check.start),
+                _reward(check.solution),
+                str(len(check.tried)),
+                str(len(check.weaknesses) + len(check.wrong)),
+            )
     console.print(table)
     for check in checks:
         for reason in check.wrong:
@@ -113,10 +154,14 @@ def _print(checks: list[TaskCheck]) -> None:
             console.print(f"\n{told}", style="bold red")
         if check.reachable:
             shown = ", ".join(check.reachable[:_FILES_SHOWN])
-            console.print(f"\n{check.task}: without 'paths' the agent can change what the judge's files name: {shown}")
+            why = "without 'paths' the agent can change what the judge's files name"
+            console.print(f"\n{check.task}: {why}: {shown}")
         for weakness in check.weaknesses:
-            console.print(f"\n{check.task}: {weakness.reward:g} for {weakness.cheat}", style="bold red")
+            reward = f"{weakness.reward:g} for {weakness.cheat}"
+            console.print(f"\n{check.task}: {reward}", style="bold red")
             lines = weakness.diff.splitlines()
-            cut = [f"... {len(lines) - _DIFF_LINES} more lines: see --json"] if len(lines) > _DIFF_LINES else []
-            console.print("\n".join(f"    {line}" for line in [*lines[:_DIFF_LINES], *cut]), style="dim")
+            more = len(lines) - _DIFF_LINES
+            if more > 0:
+                lines[_DIFF_LINES:] = [f"... {more} more lines: see --json"]
+            console.print("\n".join(f"    {line}" for line in lines), style="dim")
             console.print(f"  To mend it: {weakness.advice}.")

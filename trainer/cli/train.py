@@ -10,6 +10,7 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -28,6 +29,7 @@ from rolltap.trainer.cli.options import (
     next_line,
     print_result,
 )
+from rolltap.trainer.cli.rollout import exit_status
 from rolltap.trainer.console import plain_console, runs_first
 
 
@@ -38,47 +40,54 @@ from rolltap.trainer.console import plain_console, runs_first
 )
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
-@click.option("--vllm", default="vllm", show_default=True, help="The vllm program, in an environment of its own.")
-@click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
-@click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on.",
+)
+@click.option(
+    "--vllm",
+    default="vllm",
+    show_default=True,
+    help="The vllm program, in an environment of its own.",
+)
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(1),
+    help="Context window in tokens; the model's own if not given.",
+)
+@click.option(
+    "--lora-rank",
+    type=click.IntRange(0),
+    default=0,
+    help="Accept LoRA adapters up to this rank.",
+)
 @click.option(
     "--max-staleness",
     type=click.IntRange(0),
     default=0,
     help="The recipe's `max_staleness`: so many more adapters at once.",
 )
-@click.option("--routing", is_flag=True, help="Return the experts of each token, for `rolltap_routing`.")
-@engine_key_option("File with the key that the engine requires; made if it does not exist. By default a new file.")
+@click.option(
+    "--routing",
+    is_flag=True,
+    help="Return the experts of each token, for `rolltap_routing`.",
+)
+@engine_key_option(
+    "File with the key that the engine requires; made if it does not exist. By default a new file.",
+)
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
-def serve_command(
-    model: str,
-    host: str,
-    port: int,
-    vllm: str,
-    max_model_len: int | None,
-    lora_rank: int,
-    max_staleness: int,
-    routing: bool,
-    extra: tuple[str, ...],
-) -> None:
+def serve_command(model: str, lora_rank: int, max_staleness: int, **how: Any) -> None:
     """Start vLLM for recording and publishing.
 
-    It serves MODEL with endpoints and flags that these and the model need, on GPUs, or on a CPU with vLLM's CPU build.
-    Every route but /health requires a key. Arguments after `--` are passed on to `vllm serve`. They win over those that
-    rolltap gives, such as `--max-num-seqs 64`. A start-up that takes more than two hours is stopped.
+    It serves MODEL with endpoints and flags that these and the model need, on GPUs, or on a CPU
+    with vLLM's CPU build. Every route but /health requires a key. Arguments after `--` are passed
+    on to `vllm serve`. They win over those that rolltap gives, such as `--max-num-seqs 64`. A
+    start-up that takes more than two hours is stopped.
     """
-    server = rolltap.EngineServer(
-        model,
-        vllm=vllm,
-        host=host,
-        port=port,
-        max_model_len=max_model_len,
-        lora_rank=lora_rank,
-        max_staleness=max_staleness,
-        routing=routing,
-        extra=extra,
-    )
+    server = rolltap.EngineServer(model, lora_rank=lora_rank, max_staleness=max_staleness, **how)
     with server:
         console = plain_console()
         console.print(f"vLLM serves {model} at {server.url}", style="bold")
@@ -92,7 +101,7 @@ def serve_command(
                 console.print(f"warning: {problem}", style="yellow")
         status = server.wait()
         console.print(ending(status), style="bold red")
-        sys.exit(status if status >= 0 else 128 - status)
+        sys.exit(exit_status(status))
 
 
 @command(
@@ -102,8 +111,12 @@ def serve_command(
 )
 @click.argument("action", type=click.Choice(["status", "reset"]))
 @click.argument("url", envvar="ROLLTAP_ENGINE", default="http://127.0.0.1:8000")
-@engine_key_option("File with the engine's key, as `rolltap serve` names it.")
-@click.option("--steal", is_flag=True, help="Reset an engine of a training that was killed; one that runs then fails.")
+@engine_key_option()
+@click.option(
+    "--steal",
+    is_flag=True,
+    help="Reset an engine of a training that was killed; one that runs then fails.",
+)
 @json_option
 def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
     """Say what an engine serves, or reset it.
@@ -127,10 +140,21 @@ def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
     "rolltap train recipe.toml --out runs/offline --from runs/first",
 )
 @click.argument("recipe", type=FILE)
-@click.option("--out", type=OUT, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
+@click.option(
+    "--out",
+    type=OUT,
+    help="The run folder. A run that was stopped is resumed. --dry-run needs none.",
+)
 @engine_option(help="URL of the vLLM server, or several separated by commas.")
-@click.option("--ray", help="Address of a Ray cluster whose nodes run the sessions, in place of the recipe's.")
-@click.option("--steal", is_flag=True, help="Take engines that belong to another training, which then fails.")
+@click.option(
+    "--ray",
+    help="Address of a Ray cluster whose nodes run the sessions, in place of the recipe's.",
+)
+@click.option(
+    "--steal",
+    is_flag=True,
+    help="Take engines that belong to another training, which then fails.",
+)
 @click.option(
     "--from",
     "runs",
@@ -139,7 +163,11 @@ def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
     help="Train on this recorded run, without an engine and a recorder. Repeatable.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
-@click.option("--dry-run", is_flag=True, help="Start nothing: print the memory and the numbers of the training.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Start nothing: print the memory and the numbers of the training.",
+)
 @json_option
 @click.pass_context
 def train_command(
@@ -156,8 +184,9 @@ def train_command(
 ) -> None:
     """Record, train, publish and repeat, as a RECIPE says.
 
-    The new weights are published to the running engines, which sample the next sessions. torchrun and accelerate
-    launch start several training processes, on one node or several: --dry-run prints the lines of each node.
+    The new weights are published to the running engines, which sample the next sessions. torchrun
+    and accelerate launch start several training processes, on one node or several: --dry-run prints
+    the lines of each node.
 
     With --from, nothing is recorded and published: the groups of the recorded runs are trained on.
 
@@ -165,7 +194,9 @@ def train_command(
     """
     given = context.get_parameter_source("engine") is ParameterSource.COMMANDLINE
     if runs and (given or steal or ray):
-        raise click.UsageError("--from trains without an engine: leave out --engine, --ray and --steal, or --from")
+        raise click.UsageError(
+            "--from trains without an engine: leave out --engine, --ray and --steal, or --from",
+        )
     if dry_run:
         named = context.get_parameter_source("engine") is not ParameterSource.DEFAULT and not runs
         plan = rolltap.plan_training(recipe, engine=engine if named else None, runs=runs, out=out)
@@ -184,7 +215,13 @@ def train_command(
 
 
 def _train(
-    recipe: Path, out: Path, engine: str, ray: str | None, steal: bool, runs: tuple[Path, ...], seed: int
+    recipe: Path,
+    out: Path,
+    engine: str,
+    ray: str | None,
+    steal: bool,
+    runs: tuple[Path, ...],
+    seed: int,
 ) -> None:
     if runs:
         rolltap.train_offline(recipe, runs, out=out, seed=seed)
@@ -192,6 +229,8 @@ def _train(
         rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal, ray=ray)
     console = plain_console(quiet=not runs_first())
     console.print(f"trained model: {out / 'model'}")
-    console.print(f"groups, and tokens of each step: {shlex.join(['rolltap', 'inspect', str(out)])}")
+    console.print(
+        f"groups, and tokens of each step: {shlex.join(['rolltap', 'inspect', str(out)])}",
+    )
     console.print("plots: on the page of the next command")
     console.print(next_line("view", out))

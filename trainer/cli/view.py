@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 import rolltap
-from rolltap.trainer.cli.options import RUN, command
+from rolltap.trainer.cli.options import PORT, RUN, command
 from rolltap.trainer.console import plain_console
 
 
@@ -17,13 +17,28 @@ from rolltap.trainer.console import plain_console
 @click.argument("run", type=RUN)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port to listen on; 0 is a free one."
+    "--port",
+    type=PORT,
+    default=0,
+    show_default=True,
+    help="Port to listen on; 0 is a free one.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML file instead, to send or to keep."
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write one HTML file instead, to send or to keep.",
 )
-@click.option("--sessions", metavar="ID,...", help="Sessions of the file; by default all of a run of at most 50.")
-@click.option("--redact", multiple=True, metavar="TEXT", help="Text that the file must not have. Repeatable.")
+@click.option(
+    "--sessions",
+    metavar="ID,...",
+    help="Sessions of the file; by default all of a run of at most 50.",
+)
+@click.option(
+    "--redact",
+    multiple=True,
+    metavar="TEXT",
+    help="Text that the file must not have. Repeatable.",
+)
 def view_command(
     run: Path, host: str, port: int, out: Path | None, sessions: str | None, redact: tuple[str, ...]
 ) -> None:
@@ -31,16 +46,24 @@ def view_command(
 
     Prints a link, and serves until Ctrl-C. A run that is being recorded is followed.
 
-    With --out it writes a file that opens without a network. Known forms of keys and tokens are redacted in it, and
-    it says which.
+    With --out it writes a file that opens without a network. Known forms of keys and tokens are
+    redacted in it, and it says which.
     """
     console = plain_console()
     if out is not None:
-        chosen = None if sessions is None else [each.strip() for each in sessions.split(",") if each.strip()]
+        chosen = None
+        if sessions is not None:
+            chosen = [each.strip() for each in sessions.split(",") if each.strip()]
         written = rolltap.open_run(run).view_file(out, sessions=chosen, redact=redact)
-        for line in (f"{out}:", *written.lines()):
+        console.print(f"{out}:")
+        for line in written.lines():
             console.print(line)
         return
     if sessions is not None or redact:
         raise click.UsageError("--sessions and --redact are for a file: give --out FILE.html")
-    rolltap.view_run(run, host=host, port=port, say=lambda link: console.print(f"the run is shown at {link}"))
+    rolltap.view_run(
+        run,
+        host=host,
+        port=port,
+        say=lambda link: console.print(f"the run is shown at {link}"),
+    )
