@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +23,10 @@ from rolltap.trainer.boxes.supervised import Supervised
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 20.0
+"""Time in which a recorder that is to end can record its last calls."""
+LEFT_SECONDS = 40.0
+"""Longest wait for the recorder of a killed process: it is killed after `_STOP_SECONDS`."""
+_PAUSE_SECONDS = 0.05
 _LAST = 8
 """Most lines of a log that an error shows."""
 _ERROR = re.compile(r"^\[[\d:.]+\](?:\[.*?\])? error: (.*)|^error: (.*)", re.MULTILINE)
@@ -51,13 +56,23 @@ class Mitmdump:
     end it.
 
     `name` is its name in errors. `options` are mitmproxy options, each with the list of its values. The process gets
-    the `secret` through a socket. Its output is appended to the file `log`.
+    the `secret` through a socket. Its output is appended to the file `log`. It keeps the
+    descriptors `kept` open.
 
     Raises `MissingPackageError` without mitmproxy, and `OSError` when it cannot be started.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Sequence[str]], *, secret: str, log: Path) -> None:
-        self._name, self._log = name, log
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Sequence[str]],
+        *,
+        secret: str,
+        log: Path,
+        kept: Sequence[int] = (),
+    ) -> None:
+        self._name = name
+        self._log = log
         self._earlier = log.stat().st_size if log.exists() else 0
         command = [program(), "-s", str(script())]
         ready, told = os.pipe()
@@ -82,7 +97,7 @@ class Mitmdump:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 output=subprocess.PIPE,
                 grace=_STOP_SECONDS,
-                descriptors=[told, theirs.fileno(), boxes.fileno()],
+                descriptors=[told, theirs.fileno(), boxes.fileno(), *kept],
             )
         self._process = self._program.process
         try:
@@ -171,19 +186,47 @@ def program() -> str:
 
 
 LOCK_FILE = "rollout.lock"
+RECORDERS_FILE = "recorders.lock"
 
 
 @contextmanager
-def rollout_lock(run: Path) -> Iterator[None]:
-    """Hold the lock of a run folder: one rollout or training runs sessions in it at a time. Makes the folder.
+def rollout_lock(
+    run: Path,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[int]:
+    """Hold the lock of a run folder: one rollout or training runs sessions in it at a time.
 
-    Raises `RunError` when another process holds it, and `OSError`.
+    Makes the folder. Yields a descriptor for the recorders: those of a killed process keep it open
+    until they have recorded their last calls. It waits for them, unless it is `stopped`.
+
+    Raises `RunError` when another process holds the lock, and when such a recorder does not end;
+    `OSError`.
     """
     run.mkdir(parents=True, exist_ok=True)
     with locked(run / LOCK_FILE, os.O_RDWR | os.O_CREAT) as held:
         if held is None:
-            raise RunError(f"another rollout or training runs sessions in {run}: wait until it has ended, or stop it")
-        yield
+            what = f"another rollout or training runs sessions in {run}"
+            raise RunError(f"{what}: wait until it has ended, or stop it")
+        with _without_recorders(run, stopped) as descriptor:
+            yield descriptor
+
+
+@contextmanager
+def _without_recorders(run: Path, stopped: Callable[[], bool]) -> Iterator[int]:
+    until = time.monotonic() + LEFT_SECONDS
+    what = f"the recorder of a killed rollout or training still records into {run}"
+    waits = False
+    while True:
+        with locked(run / RECORDERS_FILE, os.O_RDWR | os.O_CREAT) as held:
+            if held is not None:
+                yield held
+                return
+        if stopped() or time.monotonic() >= until:
+            raise RunError(f"{what}: start again when its mitmdump has ended, or kill that")
+        if not waits:
+            logger.warning("%s: waiting for its end, at most %g s", what, LEFT_SECONDS)
+            waits = True
+        time.sleep(_PAUSE_SECONDS)
 
 
 _PREFIX = "rolltap-work-"

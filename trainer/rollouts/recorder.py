@@ -82,7 +82,10 @@ class Recorder:
         self._processes: list[Mitmdump] = []
         self._proxies: list[Proxy] = []
         """One for each process. Empty outside of the `with` block."""
-        self._aborted = False
+        self.lock: int | None = None
+        """Descriptor of a lock that the processes keep until they end, also of a killed caller."""
+        self.aborted = False
+        """True when a thread has stopped the start."""
 
     def private_files(self) -> list[Path]:
         """Return the engine's key file and mitmproxy's folder, which has the key of its certificates."""
@@ -148,7 +151,7 @@ class Recorder:
 
     def abort_start(self) -> None:
         """Stop the recorder while another thread enters it. Entering raises `RecorderError` then."""
-        self._aborted = True
+        self.aborted = True
         for process in self._processes:
             process.terminate()
 
@@ -276,8 +279,11 @@ class Recorder:
         alone = self._number == 1
         name = "the recorder" if alone else f"recorder {number} of {self._number}"
         log = self.path / ("recorder.log" if alone else f"recorder-{number}.log")
-        self._processes.append(Mitmdump(name, self._options, secret=secret, log=log))
-        if self._aborted:
+        kept = []
+        if self.lock is not None:
+            kept.append(self.lock)
+        self._processes.append(Mitmdump(name, self._options, secret=secret, log=log, kept=kept))
+        if self.aborted:
             self._processes[-1].terminate()
 
     def _stop(self) -> None:

@@ -119,7 +119,8 @@ class Worker:
         with ExitStack() as stack:
             stack.callback(sys.setswitchinterval, sys.getswitchinterval())
             sys.setswitchinterval(_SWITCH_SECONDS)
-            stack.enter_context(rollout_lock(self.recorder.path))
+            lock = rollout_lock(self.recorder.path, lambda: self.recorder.aborted)
+            self.recorder.lock = stack.enter_context(lock)
             work = stack.enter_context(workplace())
             stack.enter_context(self.recorder)
             for session in interrupted_sessions(self.recorder.path):

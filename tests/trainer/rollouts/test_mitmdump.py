@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 
 import pytest
 
@@ -150,6 +151,67 @@ def test_a_second_rollout_into_a_folder_is_refused_until_the_first_has_ended_or_
     for _ in range(2):
         with rollout_lock(run):
             pass
+
+
+KILLED = """
+import sys
+from rolltap.trainer.rollouts.config import RolloutConfig
+from rolltap.trainer.rollouts.worker import Worker
+config = RolloutConfig(recorders=2, runtime="process")
+how = {"engine": "http://127.0.0.1:9", "model": sys.argv[1], "out": "run"}
+with Worker(config, harness="pi", **how) as worker:
+    for process in worker.recorder._processes:
+        print(process.pid, process._process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def left(tmp_path, tokenizer_folder):
+    """Return the process ids of two recorders that the killed process of a run has left."""
+    command = [sys.executable, "-c", KILLED, str(tokenizer_folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as rolltap:
+        recorders = []
+        for _ in range(2):
+            recorder, supervisor = map(int, rolltap.stdout.readline().split())
+            os.kill(supervisor, signal.SIGSTOP)  # it would end the recorder at a time of its own
+            recorders.append((recorder, supervisor))
+        rolltap.kill()
+    yield [recorder for recorder, _ in recorders]
+    for _, supervisor in recorders:  # the recorder is killed with it
+        os.kill(supervisor, signal.SIGKILL)
+
+
+def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(tmp_path, left, caplog, monkeypatch):
+    run = tmp_path / "run"
+    still = f"the recorder of a killed rollout or training still records into {run}"
+    refused = pytest.raises(RunError, match=f"{still}: start again when its mitmdump has ended")
+    with refused, rollout_lock(run, lambda: True):  # the start is stopped
+        pass
+    with monkeypatch.context() as patched:
+        patched.setattr(mitmdump, "LEFT_SECONDS", 0.0)
+        with refused, rollout_lock(run):
+            pass
+    entered = threading.Event()
+
+    def start():
+        with rollout_lock(run):
+            entered.set()
+
+    waiting = threading.Thread(target=start)
+    waiting.start()
+    while still not in caplog.text:
+        assert not entered.is_set()
+    os.kill(left[0], signal.SIGKILL)
+    assert wait_until_dead(left[0])
+    with pytest.raises(RunError, match="another rollout or training runs"), rollout_lock(run):
+        pass
+    assert not entered.is_set()
+    os.kill(left[1], signal.SIGKILL)
+    waiting.join()
+    assert entered.is_set()
 
 
 HOLD = """
