@@ -76,6 +76,8 @@ class _Attempt:
     phase: Phase = "waiting"
     due: float = 0.0
     stopped: bool = False
+    spared: bool = False
+    """True when it has lost a node before it began to run, which cost no retry."""
     node: str | None = None
     """The node that the attempt is on, from preparing to its end. None too after its node was lost."""
 
@@ -224,13 +226,15 @@ class SessionQueue:
     def wait_again(self, session_id: str) -> bool:
         """Let a session wait again, with its retries, if its node was lost before it began to run.
 
-        Call it when the node does nothing for it any more. Returns False for any other session.
+        Call it when the node does nothing for it any more. Returns False for any other session, and
+        the second time: its preparation may be what ends the nodes.
         """
         attempt = self._attempts.get(session_id)
-        if attempt is None or attempt.stopped or attempt.node is not None:
+        if attempt is None or attempt.stopped or attempt.spared or attempt.node is not None:
             return False
         if attempt.phase not in ("preparing", "ready"):
             return False
+        attempt.spared = True
         self._wake(session_id)
         return True
 

@@ -48,6 +48,7 @@ class Rollout(RuleBasedStateMachine):
         self.phases = {}  # session -> phase, of those that were given out
         self.on = {}  # session -> its node, unless the node is lost
         self.stopped, self.begun = set(), Counter()
+        self.spared = set()  # sessions that lost a node before they began to run
         for group_id, places in self.groups.items():
             self.queue.submit(group_id, [self.next.get(place, place) for place in sorted(places)])
 
@@ -154,10 +155,11 @@ class Rollout(RuleBasedStateMachine):
         self.act()
 
     def unbegun(self):
-        """Return the sessions whose nodes were lost before they began to run."""
+        """Return the sessions whose first nodes were lost before they began to run."""
         found = []
+        other = {*self.on, *self.stopped, *self.spared}
         for session_id, phase in self.phases.items():
-            if phase in ("preparing", "ready") and not {session_id} & {*self.on, *self.stopped}:
+            if phase in ("preparing", "ready") and session_id not in other:
                 found.append(session_id)
         return sorted(found)
 
@@ -166,6 +168,7 @@ class Rollout(RuleBasedStateMachine):
     def a_session_that_had_not_begun_to_run_waits_again(self, data):
         session_id = data.draw(st.sampled_from(self.unbegun()))
         assert self.queue.wait_again(session_id)
+        self.spared.add(session_id)
         del self.phases[session_id]
         for kind in ACTIVE:
             del self.begun[session_id, kind]

@@ -588,25 +588,37 @@ class TestNodes:
         assert ended["g-0~1"] == ended["g-1~1"] == "completed"
         assert first.stopped == [("g-1", "the machine is off")]
 
+    @staticmethod
+    async def lose_unbegun(running):
+        """Give a runner a node that is lost while its session is prepared. Return the session."""
+        node = PlayedNode("n")
+        begun = asyncio.get_running_loop().create_future()
+
+        async def prepare(attempt, enter):
+            begun.set_result(attempt.session_id)
+            await asyncio.Event().wait()
+
+        node.run = prepare
+        running.add_node(node)
+        session_id = await begun
+        running.remove_node(node, NodeLostError("the machine is off"))
+        return session_id
+
     async def test_a_session_that_had_not_begun_to_run_loses_no_retry_with_its_node(self):
         async with self.open_runner(lost=lambda *_: None, retries=0) as running:
             result = await running.submit(Group(TASK, "g", ["g-0"]))
-            for _ in range(3):
-                node = PlayedNode("n")
-                begun = asyncio.Event()
-
-                async def prepare(attempt, enter, begun=begun):
-                    begun.set()
-                    await asyncio.Event().wait()
-
-                node.run = prepare
-                running.add_node(node)
-                await begun.wait()
-                running.remove_node(node, NodeLostError("the machine is off"))
+            await self.lose_unbegun(running)
             last = PlayedNode("n")
             running.add_node(last)
             await last.end("g-0")
             assert [session.status for session in await result] == ["completed"]
+
+    async def test_a_session_whose_preparation_ends_one_node_after_the_other_uses_its_retries(self):
+        async with self.open_runner(lost=lambda *_: None, retries=1) as running:
+            result = await running.submit(Group(TASK, "g", ["g-0"]))
+            lost = [await self.lose_unbegun(running) for _ in range(4)]
+            assert lost == ["g-0", "g-0", "g-0~1", "g-0~1"]
+            assert await result == []
 
     async def test_a_session_that_began_to_run_on_a_lost_node_is_retried_without_a_row_too(self):
         async with self.open_runner(lost=lambda *_: None, retries=0) as running:
