@@ -146,14 +146,6 @@ class OpenGroup:
                 ended.add(SessionName.parse(name).place)
         return set(self.request.session_ids) - ended - self.stopped
 
-    def is_cut_short(self) -> bool:
-        """Return True when a session was stopped before it had an outcome, or did not begin."""
-        came = set()
-        for name, status in self.known.items():
-            if status != "cancelled":
-                came.add(SessionName.parse(name).place)
-        return not came.issuperset(self.request.session_ids)
-
 
 class GroupBook:
     """The groups of the journal of a service with the run folder `run`."""

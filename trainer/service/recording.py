@@ -372,7 +372,7 @@ class RecordedGroups:
             state: State = "ended"
             if accepted.cancelled:
                 state = "cancelled"
-            elif group.request.seconds_left() <= 0 and group.is_cut_short():
+            elif group.request.seconds_left() <= 0 and group.unfinished():
                 state = "expired"
             number = await self._book.journal.add(
                 "ended",

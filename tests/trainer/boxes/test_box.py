@@ -193,8 +193,9 @@ def starting_threads():
 
 async def test_no_program_is_started_in_the_thread_of_the_event_loop(make_box, tmp_path):
     threads = starting_threads()
-    threads.clear()
-    async with make_box(proxy="127.0.0.1:1", accept=accept_with(answer_line)) as box:
+    ours = make_box(proxy="127.0.0.1:1", accept=accept_with(answer_line))
+    threads.clear()  # an image of the test was made
+    async with ours as box:
         assert (await sh(box, "true", tmp_path / "log"))[0] == Ended(0)
         await box.settle()
     assert threads

@@ -111,6 +111,25 @@ def test_deadlines_and_cancels_act_while_no_engine_answers(tokenizer, tokenizer_
         assert ends == {"late": "expired", "cancelled": "cancelled"}
 
 
+def test_a_group_whose_deadline_stops_a_retry_is_expired(engine, tokenizer_folder, tmp_path):
+    failed_once = tmp_path / "failed-once"
+    script = f"""import pathlib, signal
+if pathlib.Path({str(failed_once)!r}).exists():
+    signal.pause()
+pathlib.Path({str(failed_once)!r}).touch()"""
+    arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path, script)
+    with serving(*arguments) as service:
+        for seconds in (2, 8, 32, 128):  # the first deadline before which the first attempt ends
+            failed_once.unlink(missing_ok=True)
+            deadline = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+            service.submit(id=f"late-{seconds}", sessions=1, deadline=deadline)
+            events = service.events_of(f"late-{seconds}")
+            if "infrastructure" in [data.get("status") for _, _, data in events]:
+                break
+        assert "infrastructure" in [data.get("status") for _, _, data in events]
+        assert events[-1][2]["state"] == "expired"
+
+
 def test_it_starts_without_one_engine_of_several_names_it_and_takes_it_up(
     engine, tokenizer, tokenizer_folder, tmp_path
 ):
