@@ -287,8 +287,10 @@ _DATA = "put the expected data where the agent cannot write: 'tests' or 'mounts'
 
 
 class Cheat(NamedTuple):
-    """A cheat, and what to set in a task that falls to it. One that hangs is judged with a short
-    time limit."""
+    """A cheat, and what to set in a task that falls to it.
+
+    One that hangs is judged with a short time limit.
+    """
 
     name: str
     advice: str

@@ -92,8 +92,10 @@ async def rejudge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Again:
-    """State that the judgements of a run's sessions share. `tasks` and `digests` are by the task's
-    id."""
+    """State that the judgements of a run's sessions share.
+
+    `tasks` and `digests` are by the task's id.
+    """
 
     run: Path
     runtime: boxes.Runtime

@@ -199,8 +199,10 @@ class _Trial:
         return self.work / "logs"
 
     async def try_solution(self, wrong: list[str], best: float) -> float | None:
-        """Return the reward of the task's solution. One that is not the best is added to
-        `wrong`."""
+        """Return the reward of the task's solution.
+
+        One that is not the best is added to `wrong`.
+        """
         reward = None
         try:
             judged = await self.judge("solution", {})

@@ -131,8 +131,10 @@ def examine(
 
 
 def _say(tokenizer: ByteTokenizer, tool: str | None, request: Mapping[str, Any]) -> Say:
-    """Return the model's turn. An error of ours must not be taken for one of the program: it gets
-    the final answer."""
+    """Return the model's turn.
+
+    An error of ours must not be taken for one of the program: it gets the final answer.
+    """
     try:
         prompt = tokenizer.decode(request["token_ids"])
         return Say(next_reply(prompt, _schema(request), tool))

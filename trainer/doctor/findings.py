@@ -153,8 +153,10 @@ ReAct."""
 
 
 def _no_call(seen: Observed) -> Iterator[Finding]:
-    """No model call was answered. Says why unless another rule does: the program failed, or passed
-    by the proxy."""
+    """No model call was answered.
+
+    Says why unless another rule does: the program failed, or passed by the proxy.
+    """
     if seen.answered:
         return
     if not seen.asked_nothing:

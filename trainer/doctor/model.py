@@ -61,8 +61,10 @@ def _line(name: str, text: str, style: str = "dim") -> Text:
 
 
 def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDiagnosis:
-    """Return what a model gives with options of the recorder. Raises `InputError`, and
-    `MissingPackageError`."""
+    """Return what a model gives with options of the recorder.
+
+    Raises `InputError`, and `MissingPackageError`.
+    """
     try:
         from rolltap.addons.prompts.rendering import Rendering
     except ImportError as error:

@@ -87,8 +87,9 @@ class ByteTokenizer:
 
 
 def next_reply(prompt: str, schema: Any = None, tool: str | None = None) -> str:
-    """Return the text of the model's turn for a prompt. `schema` is the JSON schema that the reply
-    must match, or None.
+    """Return the text of the model's turn for a prompt.
+
+    `schema` is the JSON schema that the reply must match, or None.
 
     `tool` is the name of the tool that is called, by default one that does no harm. After the final
     answer a program that goes on gets a call of the tool or command with which it ends, if it has
@@ -110,8 +111,10 @@ def next_reply(prompt: str, schema: Any = None, tool: str | None = None) -> str:
 
 
 def offered_tools(prompt: str) -> list[Tool]:
-    """Return the tools of a prompt, without the wrapping of the chat format. Other JSON is left
-    out."""
+    """Return the tools of a prompt, without the wrapping of the chat format.
+
+    Other JSON is left out.
+    """
     found = _TOOLS.search(prompt)
     if found is None:
         return []
@@ -134,8 +137,10 @@ def is_ending(name: str, arguments: str) -> bool:
 
 
 def _tool_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a turn with text and a tool call. Its JSON has unusual spaces: a program that writes
-    it again differs."""
+    """Return a turn with text and a tool call.
+
+    Its JSON has unusual spaces: a program that writes it again differs.
+    """
     call = json.dumps(
         {"name": name, "arguments": arguments},
         ensure_ascii=False,

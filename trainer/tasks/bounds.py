@@ -12,7 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from rolltap.addons.hosts import read_patterns
 
 ARGUMENT_BYTES = 131_072
-"""Size of one argument or variable of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
+"""Size of one argument or variable of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN,
+execve(2))."""
 COMMAND_BYTES = 1 << 20
 """Size of a command, and of all variables: half of what Linux takes for both together."""
 
@@ -33,21 +34,27 @@ def plain_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it has half of a surrogate pair, which is no character: remove it") from error
+        raise ValueError(
+            "it has half of a surrogate pair, which is no character: remove it",
+        ) from error
     return text
 
 
 def _argument(text: str) -> str:
     size = len(plain_text(text).encode()) + 1
     if size > ARGUMENT_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and Linux takes {ARGUMENT_BYTES:,}: lay it into a file")
+        raise ValueError(
+            f"it has {size:,} bytes, and Linux takes {ARGUMENT_BYTES:,}: lay it into a file",
+        )
     return text
 
 
 def _command(arguments: list[str]) -> list[str]:
     size = sum(len(argument.encode()) + 9 for argument in arguments)  # with its NUL, and a pointer
     if size > COMMAND_BYTES:
-        raise ValueError(f"it has {size:,} bytes, at most {COMMAND_BYTES:,} can be given: lay them into files")
+        raise ValueError(
+            f"it has {size:,} bytes, at most {COMMAND_BYTES:,} can be given: lay them into files",
+        )
     return arguments
 
 
@@ -104,4 +111,5 @@ Command = Annotated[
 ]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 Variables = Annotated[dict[_Variable, str], AfterValidator(_variables)]
-"""Environment variables. A name begins with a letter: programs take other ones for something else."""
+"""Environment variables. A name begins with a letter: programs take other ones for something
+else."""

@@ -1,4 +1,5 @@
-"""Folders that tasks name: the kinds of files they may have, their copies and digests, and patterns of their paths."""
+"""Folders that tasks name: the kinds of files they may have, their copies and digests, and patterns
+of their paths."""
 
 import hashlib
 import os
@@ -27,15 +28,20 @@ class Start:
     digest: str
 
     def copy_to(self, target: Path) -> None:
-        """Make or fill the folder `target`. Symlinks stay symlinks; no file shares its content with the start."""
+        """Make or fill the folder `target`.
+
+        Symlinks stay symlinks; no file shares its content with the start.
+        """
         shutil.copytree(self.folder, target, symlinks=True, dirs_exist_ok=True)
 
 
 @lru_cache(maxsize=1024)
 def _expression(pattern: str) -> re.Pattern[str]:
     tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.rstrip("/"))
-    return re.compile("".join(tokens.get(part) or re.escape(part) for part in parts) + "(?:/.*)?", re.DOTALL)
+    expression = ""
+    for part in re.split(r"(\*\*/|\*\*|\*|\?)", pattern.rstrip("/")):
+        expression += tokens.get(part) or re.escape(part)
+    return re.compile(f"{expression}(?:/.*)?", re.DOTALL)
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
@@ -69,25 +75,30 @@ STARTUP = (
     "**/*.egg",
     "**/node_modules",
 )
-"""Files and folders, in lower case, that run code in every Python or that programs load libraries and plugins from."""
+"""Files and folders, in lower case, that run code in every Python or that programs load libraries
+and plugins from."""
 
-_RUNNER_FILES = """conftest.py pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini tox.toml noxfile.py .coveragerc
-    makefile gnumakefile justfile rakefile .rspec build.rs go.mod go.work .mocharc* .babelrc* .npmrc jest.config.*
-    vitest.config.* vite.config.* babel.config.* ava.config.* playwright.config.* karma.conf.*
-    .cargo/** .pytest_cache/**"""
+_RUNNER_FILES = """conftest.py pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini tox.toml
+    noxfile.py .coveragerc makefile gnumakefile justfile rakefile .rspec build.rs go.mod go.work
+    .mocharc* .babelrc* .npmrc jest.config.* vitest.config.* vite.config.* babel.config.*
+    ava.config.* playwright.config.* karma.conf.* .cargo/** .pytest_cache/**"""
 RUNNER_FILES = tuple(f"**/{name}" for name in _RUNNER_FILES.split())
-"""Files, in lower case, that test runners and build tools read by themselves: settings, plugins, targets."""
+"""Files, in lower case, that test runners and build tools read by themselves: settings, plugins,
+targets."""
 
 
 _SYSTEM = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/")  # every runtime has them
 
 
 def copy_content(source: Path, target: Path, *, any_links: bool = False) -> list[Path]:
-    """Copy a folder without its git repositories. Return the folders with a `.git`, relative to `source`.
+    """Copy a folder without its git repositories.
 
-    Modes keep their permissions, without setuid and setgid. Symlinks stay symlinks, hard links become files of their
-    own. Raises `InputError` for what a workspace cannot start with: FIFOs, sockets, devices, unreadable files, bare
-    repositories, and symlinks to places outside the folder that are not system folders, unless `any_links` is true.
+    Return the folders with a `.git`, relative to `source`.
+
+    Modes keep their permissions, without setuid and setgid. Symlinks stay symlinks, hard links
+    become files of their own. Raises `InputError` for what a workspace cannot start with: FIFOs,
+    sockets, devices, unreadable files, bare repositories, and symlinks to places outside the folder
+    that are not system folders, unless `any_links` is true.
     """
     checkouts: list[Path] = []
     root = source.resolve()
@@ -95,7 +106,13 @@ def copy_content(source: Path, target: Path, *, any_links: bool = False) -> list
     return checkouts
 
 
-def _copy_folder(source: Path, target: Path, root: Path, any_links: bool, checkouts: list[Path]) -> None:
+def _copy_folder(
+    source: Path,
+    target: Path,
+    root: Path,
+    any_links: bool,
+    checkouts: list[Path],
+) -> None:
     try:
         with os.scandir(source) as entries:
             names = {entry.name: entry for entry in entries}
@@ -114,13 +131,17 @@ def _copy_folder(source: Path, target: Path, root: Path, any_links: bool, checko
                 (target / name).chmod(entry.stat().st_mode & 0o777)
             else:
                 kind = _kind(entry.stat(follow_symlinks=False).st_mode)
-                raise InputError(f"{entry.path} is a {kind}: a workspace starts with files, folders and symlinks only")
+                only = "a workspace starts with files, folders and symlinks only"
+                raise InputError(f"{entry.path} is a {kind}: {only}")
         shutil.copystat(source, target)
         target.chmod(source.stat().st_mode & 0o777)
     except OSError as error:
-        raise InputError(f"cannot copy {error.filename or source}: {error.strerror or error}") from error
+        raise InputError(
+            f"cannot copy {error.filename or source}: {error.strerror or error}",
+        ) from error
     if ".git" not in names and is_bare(source):
-        raise InputError(f"{source} is a bare git repository, which shows later history: remove it from the workspace")
+        advice = "which shows later history: remove it from the workspace"
+        raise InputError(f"{source} is a bare git repository, {advice}")
 
 
 def is_bare(folder: Path) -> bool:
@@ -137,8 +158,11 @@ def _check_link(link: Path, root: Path) -> None:
     if target.startswith(_SYSTEM):
         return
     place = os.path.normpath(link.parent.relative_to(root) / target)
-    if place == ".." or place.startswith(("/", "../")) or not Path(os.path.realpath(link)).is_relative_to(root):
-        raise InputError(f"{link} is a symlink to {target}, outside the workspace: replace it by a copy")
+    inside = Path(os.path.realpath(link)).is_relative_to(root)
+    if not inside or place == ".." or place.startswith(("/", "../")):
+        raise InputError(
+            f"{link} is a symlink to {target}, outside the workspace: replace it by a copy",
+        )
 
 
 def _kind(mode: int) -> str:
@@ -148,30 +172,37 @@ def _kind(mode: int) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """Return the SHA-256 of a file or folder, in hexadecimal: of names, kinds, executable bits, contents, link texts.
+    """Return the SHA-256 of a file or folder, in hexadecimal: of names, kinds, executable bits,
+    contents, link texts.
 
-    Of a git repository in it only the commit that is checked out counts. Raises `InputError` for what cannot be read.
+    Of a git repository in it only the commit that is checked out counts. Raises `InputError` for
+    what cannot be read.
     """
     digest = hashlib.sha256()
     try:
         for name, file in _entries(path, ""):
             status = file.lstat()
+            value = ""
             if stat.S_ISLNK(status.st_mode):
-                kind, value = "link", os.readlink(file)
+                kind = "link"
+                value = os.readlink(file)
             elif file.name == ".git":
-                kind, value = "git", head_commit(file.parent) or "unborn"
+                kind = "git"
+                value = head_commit(file.parent) or "unborn"
             elif stat.S_ISDIR(status.st_mode):
-                kind, value = "folder", ""
+                kind = "folder"
             elif stat.S_ISREG(status.st_mode):
                 kind = "program" if status.st_mode & 0o100 else "file"
                 with file.open("rb") as content:
                     value = hashlib.file_digest(content, "sha256").hexdigest()
             else:
-                kind, value = _kind(status.st_mode), ""
+                kind = _kind(status.st_mode)
             for part in (name, kind, value):
                 digest.update(os.fsencode(part) + b"\0")
     except OSError as error:
-        raise InputError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+        raise InputError(
+            f"cannot read {error.filename or path}: {error.strerror or error}",
+        ) from error
     return digest.hexdigest()
 
 

@@ -7,7 +7,12 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_NO_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER"}  # on files, folders and the environment of other commands
+_NO_EFFECT = {
+    "CMD",
+    "EXPOSE",
+    "LABEL",
+    "MAINTAINER",
+}  # on files, folders and the environment of other commands
 _PLAIN_SYSTEMS = {"alpine", "busybox", "debian", "python", "ubuntu"}
 
 
@@ -19,8 +24,10 @@ class Dockerfile:
         base: Image of its FROM; None for `scratch`.
         workdir: Absolute path of its last WORKDIR; None without one.
         env: Its variables.
-        files: Absolute path in the image -> file or folder of the build's folder. A folder's content is copied.
-        unclear: First line that only a build can carry out, as `line N: TEXT`; None when the fields say it all.
+        files: Absolute path in the image -> file or folder of the build's folder. A folder's
+            content is copied.
+        unclear: First line that only a build can carry out, as `line N: TEXT`; None when the fields
+            say it all.
     """
 
     base: str | None = None
@@ -31,7 +38,10 @@ class Dockerfile:
 
 
 def read_dockerfile(file: Path) -> Dockerfile:
-    """Return what a Dockerfile says. With `unclear` the other fields are those of its other lines."""
+    """Return what a Dockerfile says.
+
+    With `unclear` the other fields are those of its other lines.
+    """
     says = Dockerfile()
     if (file.parent / ".dockerignore").exists():
         says.unclear = "it has a .dockerignore"
@@ -42,13 +52,15 @@ def read_dockerfile(file: Path) -> Dockerfile:
 
 
 def is_plain_system(image: str) -> bool:
-    """Return whether an image is an official one of an operating system or of Python, with nothing of a task."""
+    """Return whether an image is an official one of an operating system or of Python, with nothing
+    of a task."""
     name = image.removeprefix("docker.io/").removeprefix("library/")
     return re.split("[:@]", name)[0] in _PLAIN_SYSTEMS
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """Return the instructions with the number of their first line, without comments, continued lines joined."""
+    """Return the instructions with the number of their first line, without comments, continued
+    lines joined."""
     lines: list[tuple[int, str]] = []
     open_line: tuple[int, str] | None = None
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -67,7 +79,8 @@ def _lines(text: str) -> list[tuple[int, str]]:
 def _carry_out(line: str, says: Dockerfile, folder: Path) -> bool:
     """Add an instruction to `says`. Return False when only a build can carry it out."""
     instruction, _, rest = line.partition(" ")
-    instruction, rest = instruction.upper(), rest.strip()
+    instruction = instruction.upper()
+    rest = rest.strip()
     if instruction in _NO_EFFECT:
         return True
     if "$" in rest or "<<" in rest:
@@ -75,10 +88,12 @@ def _carry_out(line: str, says: Dockerfile, folder: Path) -> bool:
     match instruction:
         case "FROM":
             first = says.base is None and says.workdir is None
-            says.base, says.workdir = (None if rest == "scratch" else rest), None
+            says.base = None if rest == "scratch" else rest
+            says.workdir = None
             return first and len(rest.split()) == 1
         case "WORKDIR":
-            says.workdir = posixpath.normpath(posixpath.join(says.workdir or "/", rest.strip("\"'")))
+            folder_name = rest.strip("\"'")
+            says.workdir = posixpath.normpath(posixpath.join(says.workdir or "/", folder_name))
         case "ENV":
             return _set_env(rest, says)
         case "COPY":
@@ -91,7 +106,9 @@ def _carry_out(line: str, says: Dockerfile, folder: Path) -> bool:
 def _set_env(rest: str, says: Dockerfile) -> bool:
     words = shlex.split(rest)
     if words and all("=" in word for word in words):
-        says.env.update((name, value) for name, _, value in (word.partition("=") for word in words))
+        for word in words:
+            name, _, value = word.partition("=")
+            says.env[name] = value
     elif len(words) >= 2:
         says.env[words[0]] = rest.split(None, 1)[1]
     else:

@@ -6,14 +6,15 @@ The git commands read nothing but the repository that they are given.
 import os
 import subprocess
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rolltap.addons.errors import InputError
 
 _SETTINGS = {
     "safe.directory": "*",  # a dataset may belong to another user
     "core.logAllRefUpdates": "false",
-    "pack.useBitmaps": "false",  # they may have been written with replacements or grafts, and reach later commits then
+    # they may have been written with replacements or grafts, and reach later commits then
+    "pack.useBitmaps": "false",
 }
 
 
@@ -26,37 +27,43 @@ def git(
 ) -> str:
     """Run git in a repository, and return its output without the last line end.
 
-    Settings of the user and of the system, replacements, grafts, and the network have no effect. The repository is
-    `folder` itself, never one above it. Raises `InputError` when git is not installed, and when it fails; with
-    `may_fail` its output is returned then.
+    Settings of the user and of the system, replacements, grafts, and the network have no effect.
+    The repository is `folder` itself, never one above it. Raises `InputError` when git is not
+    installed, and when it fails; with `may_fail` its output is returned then.
 
     Args:
         stdin: Text, or a file that is open for reading.
         stdout: File for the output. The result is empty then.
     """
+    given: dict[str, Any] = {"stdin": stdin}
+    if isinstance(stdin, str):
+        given = {"input": stdin.encode()}
     try:
         ended = subprocess.run(
             ["git", *arguments],
             cwd=folder,
             env=_environment(folder),
-            input=stdin.encode() if isinstance(stdin, str) else None,
-            stdin=None if isinstance(stdin, str) else stdin,
             stdout=stdout or subprocess.PIPE,
             stderr=subprocess.PIPE,
             check=False,
+            **given,
         )
     except FileNotFoundError as error:
-        raise InputError(f"git cannot run in {folder}: {error.strerror}: {error.filename}") from error
+        why = f"{error.strerror}: {error.filename}"
+        raise InputError(f"git cannot run in {folder}: {why}") from error
     if ended.returncode != 0 and not may_fail:
-        reason = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"status {ended.returncode}"]
-        raise InputError(f"`git {arguments[0]}` failed in {folder}: {reason[0]}")
-    return (ended.stdout or b"").decode(errors="surrogateescape").removesuffix("\n")
+        said = ended.stderr.decode(errors="replace").strip().splitlines()
+        reason = said[-1] if said else f"status {ended.returncode}"
+        raise InputError(f"`git {arguments[0]}` failed in {folder}: {reason}")
+    output: bytes = ended.stdout or b""
+    return output.decode(errors="surrogateescape").removesuffix("\n")
 
 
 def _environment(folder: Path) -> dict[str, str]:
     settings = {"GIT_CONFIG_COUNT": str(len(_SETTINGS))}
     for number, (name, value) in enumerate(_SETTINGS.items()):
-        settings |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
+        settings[f"GIT_CONFIG_KEY_{number}"] = name
+        settings[f"GIT_CONFIG_VALUE_{number}"] = value
     return {
         **settings,
         "PATH": os.environ.get("PATH", os.defpath),
@@ -73,7 +80,10 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def head_commit(checkout: Path) -> str | None:
-    """Return the commit that is checked out; None before the first. Raises `InputError` for a broken repository."""
+    """Return the commit that is checked out; None before the first.
+
+    Raises `InputError` for a broken repository.
+    """
     git("rev-parse", "--git-dir", folder=checkout)
     return commit_id(checkout, "HEAD")
 
@@ -81,11 +91,13 @@ def head_commit(checkout: Path) -> str | None:
 def require_inside(checkout: Path, around: Path) -> None:
     """Raise `InputError` when a part of a checkout's repository is outside of the folder `around`.
 
-    git follows links, `gitdir:`, `commondir` and alternates to any folder of this machine, and whoever
-    made the checkout wrote them.
+    git follows links, `gitdir:`, `commondir` and alternates to any folder of this machine, and
+    whoever made the checkout wrote them.
     """
     top = around.resolve()
-    outside = InputError(f"the git checkout {checkout.relative_to(around)} has a part outside of the image")
+    outside = InputError(
+        f"the git checkout {checkout.relative_to(around)} has a part outside of the image",
+    )
     for name in ("--git-dir", "--git-common-dir"):
         folder = Path(git("rev-parse", "--path-format=absolute", name, folder=checkout)).resolve()
         if not folder.is_relative_to(top) or (folder / "objects" / "info" / "alternates").exists():
@@ -98,22 +110,24 @@ def require_inside(checkout: Path, around: Path) -> None:
 def give_history(source: Path, target: Path, commit: str | None, *, files: bool) -> None:
     """Make `target` a repository with the commits up to one of `source`, and nothing else of it.
 
-    The new repository has one branch, `main`, at the commit, and a plain tag for each tag on a commit of its history. A
-    shallow `source` gives a shallow `target`. Raises `InputError` for what cannot be had: the commit, a part of its
-    history, a submodule, files that Git LFS keeps.
+    The new repository has one branch, `main`, at the commit, and a plain tag for each tag on a
+    commit of its history. A shallow `source` gives a shallow `target`. Raises `InputError` for what
+    cannot be had: the commit, a part of its history, a submodule, files that Git LFS keeps.
 
     Args:
         source: Checkout, worktree, submodule or bare repository.
         target: Folder; it may have files.
         commit: Commit that the history ends at; None: what is checked out.
-        files: True: write the files of the commit. False: leave the files as they are, which git shows as changes.
+        files: True: write the files of the commit. False: leave the files as they are, which git
+            shows as changes.
     """
     head = commit_id(source, commit or "HEAD")
     if head is None and commit is not None:
         raise InputError(f"{source} has no commit {commit}: fetch it there")
     target.mkdir(parents=True, exist_ok=True)
     kind = git("rev-parse", "--show-object-format", folder=source)
-    git("init", "--quiet", "--template=", "--initial-branch=main", f"--object-format={kind}", folder=target)
+    form = f"--object-format={kind}"
+    git("init", "--quiet", "--template=", "--initial-branch=main", form, folder=target)
     if head is None:
         return
     _copy_objects(source, target, head)
@@ -134,38 +148,49 @@ def give_history(source: Path, target: Path, commit: str | None, *, files: bool)
 
 def commit_id(repository: Path, name: str) -> str | None:
     """Return the id of the commit that a name stands for; None without one."""
-    return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", folder=repository, may_fail=True) or None
+    commit = f"{name}^{{commit}}"
+    found = git("rev-parse", "--verify", "--quiet", commit, folder=repository, may_fail=True)
+    return found or None
 
 
 def _copy_objects(source: Path, target: Path, head: str) -> None:
-    """Copy the objects that `head` reaches. Replacements and grafts of `source` do not count: they may point later."""
+    """Copy the objects that `head` reaches.
+
+    Replacements and grafts of `source` do not count: they may point later.
+    """
     if git("rev-parse", "--is-shallow-repository", folder=source) == "true":
-        shallow = Path(git("rev-parse", "--path-format=absolute", "--git-path", "shallow", folder=source))
+        path = ("--path-format=absolute", "--git-path", "shallow")
+        shallow = Path(git("rev-parse", *path, folder=source))
         reached = set(git("rev-list", head, folder=source).split())
         ends = [line for line in shallow.read_text().split() if line in reached]
         (target / ".git" / "shallow").write_text("".join(f"{line}\n" for line in ends))
     pack = target / ".git" / "start.pack"
     with pack.open("wb") as file:
-        git("pack-objects", "--revs", "--stdout", "--quiet", folder=source, stdin=f"{head}\n", stdout=file)
+        all_of = ("pack-objects", "--revs", "--stdout", "--quiet")
+        git(*all_of, folder=source, stdin=f"{head}\n", stdout=file)
     with pack.open("rb") as file:
         git("index-pack", "--stdin", folder=target, stdin=file)
     pack.unlink()
 
 
 def _refuse_lfs(target: Path, head: str, source: Path) -> None:
-    if git("grep", "-l", "filter=lfs", head, "--", ":(glob)**/.gitattributes", folder=target, may_fail=True):
-        files = git("grep", "-l", "^version https://git-lfs.github.com/spec/", head, folder=target, may_fail=True)
-        if files:
-            name = files.splitlines()[0].partition(":")[2]
-            raise InputError(
-                f"{name} of commit {head[:12]} in {source} is kept by Git LFS: check the commit out, and give the "
-                "checkout without 'commit'"
-            )
+    attributes = ("filter=lfs", head, "--", ":(glob)**/.gitattributes")
+    if not git("grep", "-l", *attributes, folder=target, may_fail=True):
+        return
+    pointer = "^version https://git-lfs.github.com/spec/"
+    files = git("grep", "-l", pointer, head, folder=target, may_fail=True)
+    if files:
+        name = files.splitlines()[0].partition(":")[2]
+        raise InputError(
+            f"{name} of commit {head[:12]} in {source} is kept by Git LFS: check the commit "
+            "out, and give the checkout without 'commit'"
+        )
 
 
 def _add_submodules(source: Path, target: Path, head: str) -> None:
     for line in git("ls-tree", "-r", head, folder=target).splitlines():
-        (mode, _, commit), name = line.partition("\t")[0].split(), line.partition("\t")[2]
+        entry, _, name = line.partition("\t")
+        mode, _, commit = entry.split()
         if mode != "160000":
             continue
         if not (source / name / ".git").exists():

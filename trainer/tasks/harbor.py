@@ -1,9 +1,10 @@
 """Harbor task folders as tasks.
 
-The format is that of Harbor 0.25 (https://harborframework.com/docs/task-format): task.toml, instruction.md,
-environment/, tests/test.sh, and solution/solve.sh, which no session sees.
+The format is that of Harbor 0.25 (https://harborframework.com/docs/task-format): task.toml,
+instruction.md, environment/, tests/test.sh, and solution/solve.sh, which no session sees.
 
-A Dockerfile that only copies files has its effect without an image being built: see `dockerfile.py`.
+A Dockerfile that only copies files has its effect without an image being built: see
+`dockerfile.py`.
 """
 
 import ipaddress
@@ -11,7 +12,6 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from itertools import dropwhile
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -30,8 +30,11 @@ _MEBIBYTES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 
 def _megabytes(value: object) -> object:
     """Read sizes as older tasks write them: `2G`, `512M`."""
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    return float(match[1]) * _MEBIBYTES[match[2].upper()] if match else value
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        if match is not None:
+            return float(match[1]) * _MEBIBYTES[match[2].upper()]
+    return value
 
 
 _Megabytes = Annotated[float | None, BeforeValidator(_megabytes), Field(ge=1, le=1 << 30)]
@@ -91,8 +94,14 @@ class _Environment(_Network):
     docker_image: str | None = None
     os: str = "linux"
     cpus: Cores | None = None
-    memory_mb: _Megabytes = Field(default=None, validation_alias=AliasChoices("memory_mb", "memory"))
-    storage_mb: _Megabytes = Field(default=None, validation_alias=AliasChoices("storage_mb", "storage"))
+    memory_mb: _Megabytes = Field(
+        default=None,
+        validation_alias=AliasChoices("memory_mb", "memory"),
+    )
+    storage_mb: _Megabytes = Field(
+        default=None,
+        validation_alias=AliasChoices("storage_mb", "storage"),
+    )
     gpus: int | None = None
     gpu_types: _Anything = None
     tpu: _Anything = None
@@ -112,8 +121,15 @@ class _Environment(_Network):
 
     def limits(self) -> Limits:
         """Return the limits of a session's box."""
-        memory, storage = (None if size is None else size / 1024 for size in (self.memory_mb, self.storage_mb))
-        return Limits(cpus=self.cpus, memory_gib=memory, disk_gib=storage)
+        return Limits(
+            cpus=self.cpus,
+            memory_gib=_gibibytes(self.memory_mb),
+            disk_gib=_gibibytes(self.storage_mb),
+        )
+
+
+def _gibibytes(size: float | None) -> float | None:
+    return None if size is None else size / 1024
 
 
 class _Verifier(_Network):
@@ -150,7 +166,10 @@ class HarborConfig(_Table):
     `task`, `solution` and other `metadata` than `metadata.rolltap` have no effect.
     """
 
-    schema_version: str = Field(default="1.4", validation_alias=AliasChoices("schema_version", "version"))
+    schema_version: str = Field(
+        default="1.4",
+        validation_alias=AliasChoices("schema_version", "version"),
+    )
     task: dict[str, Any] | None = None
     metadata: _Metadata = _Metadata()
     verifier: _Verifier = _Verifier()
@@ -164,16 +183,22 @@ class HarborConfig(_Table):
 
     def refusals(self) -> list[str]:
         """Return the keys with a value that rolltap cannot have, each as `'KEY' = VALUE`."""
-        found: list[tuple[str, object]] = [("steps", self.steps)]
-        names = ("gpus", "gpu_types", "tpu", "mcp_servers", "skills_dir", "healthcheck")
-        found += [(f"environment.{name}", getattr(self.environment, name)) for name in names]
+        found: dict[str, object] = {"steps": self.steps}
+        for name in ("gpus", "gpu_types", "tpu", "mcp_servers", "skills_dir", "healthcheck"):
+            found[f"environment.{name}"] = getattr(self.environment, name)
         if self.environment.os.lower() != "linux":
-            found.append(("environment.os", self.environment.os))
-        found.append(("agent.user", self.agent.user))
-        found += [(f"verifier.{name}", getattr(self.verifier, name)) for name in ("user", "environment", "collect")]
-        if self.verifier.environment_mode == "shared":  # Harbor's default; set, it asks for the agent's box
-            found.append(("verifier.environment_mode", "shared"))
-        return [f"{key!r} = {str(value)[:100]}" for key, value in found if value not in (None, 0, [], {})]
+            found["environment.os"] = self.environment.os
+        found["agent.user"] = self.agent.user
+        for name in ("user", "environment", "collect"):
+            found[f"verifier.{name}"] = getattr(self.verifier, name)
+        # Harbor's default; set, it asks for the agent's box
+        if self.verifier.environment_mode == "shared":
+            found["verifier.environment_mode"] = "shared"
+        refused: list[str] = []
+        for key, value in found.items():
+            if value not in (None, 0, [], {}):
+                refused.append(f"{key!r} = {str(value)[:100]}")
+        return refused
 
     def hosts(self, phase: Literal["agent", "verifier"]) -> list[str] | None:
         """Return the hosts of a phase: by its own policy, else the environment's.
@@ -187,26 +212,36 @@ class HarborConfig(_Table):
         return hosts
 
     def artifact_paths(self, workdir: str) -> list[str]:
-        """Return the artifacts as patterns relative to the workspace. Raises `InputError` for one outside of it."""
+        """Return the artifacts as patterns relative to the workspace.
+
+        Raises `InputError` for one outside of it.
+        """
         patterns: list[str] = []
         for artifact in self.artifacts:
             source = artifact if isinstance(artifact, str) else artifact.source
             place = PurePosixPath(workdir, source)
             if not place.is_relative_to(workdir) or ".." in place.parts:
-                raise InputError(f"the artifact {source} is outside the work folder {workdir}: only that is kept")
+                outside = f"the artifact {source} is outside the work folder {workdir}"
+                raise InputError(f"{outside}: only that is kept")
             name = str(place.relative_to(workdir))
             patterns += ["**"] if name == "." else [name, f"{name}/**"]
         return patterns
 
 
 def resolve_variables(values: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return variables with `${NAME}` and `${NAME:-default}` filled in. Raises `InputError` for one that is not set."""
+    """Return variables with `${NAME}` and `${NAME:-default}` filled in.
+
+    Raises `InputError` for one that is not set.
+    """
     resolved: dict[str, str] = {}
     for key, value in values.items():
         match = _VARIABLE.fullmatch(value)
-        found = os.environ.get(match[1], match[2]) if match else value
+        found: str | None = value
+        if match is not None:
+            found = os.environ.get(match[1], match[2])
         if found is None:
-            raise InputError(f"{file}: the variable {key} needs {value}, which is not set: set it in the environment")
+            advice = "which is not set: set it in the environment"
+            raise InputError(f"{file}: the variable {key} needs {value}, {advice}")
         resolved[key] = found
     return resolved
 
@@ -215,7 +250,8 @@ _WORKDIR = "/app"
 _LOGS = "/logs/verifier"
 _CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 _DOWNLOADS = re.compile(
-    r"\b(apt-get|apt|apk|yum|dnf|curl|wget|uvx|npx)\b|\b(pip3?|uv|npm|cargo|go|conda) (\w+ )*install\b|\bgit clone\b"
+    r"\b(apt-get|apt|apk|yum|dnf|curl|wget|uvx|npx)\b|"
+    r"\b(pip3?|uv|npm|cargo|go|conda) (\w+ )*install\b|\bgit clone\b"
 )
 
 
@@ -225,16 +261,20 @@ def is_harbor(folder: Path) -> bool:
 
 
 def load_harbor(folder: Path) -> Task:
-    """Return the task of a Harbor folder. The judge runs `tests/test.sh`, mounted at /tests, in a fresh box.
+    """Return the task of a Harbor folder.
 
-    Files that the Dockerfile copies into its work folder are laid into the workspace, and an image that is a plain
-    operating system or Python is optional. A Dockerfile that needs a build is the task's `build`. A verifier with
-    `environment_mode = "separate"` gets the declared artifacts only, others get all changes of the work folder; what
-    the agent changed elsewhere in its box is not judged. Network policies are the `allow` of the task and of its judge.
+    The judge runs `tests/test.sh`, mounted at /tests, in a fresh box.
 
-    Raises pydantic's `ValidationError`, and `InputError`, which names the files and keys, for what is missing, and for
-    what Harbor has and rolltap has not: several steps, other services, users, GPUs, MCP servers,
-    skills, health checks, a verifier's own image or the agent's box for it, Windows.
+    Files that the Dockerfile copies into its work folder are laid into the workspace, and an image
+    that is a plain operating system or Python is optional. A Dockerfile that needs a build is the
+    task's `build`. A verifier with `environment_mode = "separate"` gets the declared artifacts
+    only, others get all changes of the work folder; what the agent changed elsewhere in its box is
+    not judged. Network policies are the `allow` of the task and of its judge.
+
+    Raises pydantic's `ValidationError`, and `InputError`, which names the files and keys, for what
+    is missing, and for what Harbor has and rolltap has not: several steps, other services, users,
+    GPUs, MCP servers, skills, health checks, a verifier's own image or the agent's box for it,
+    Windows.
     """
     folder = folder.resolve()
     file = folder / "task.toml"
@@ -267,7 +307,9 @@ def _faults(folder: Path, config: HarborConfig) -> list[str]:
     """Return the parts of a folder that are missing, and those that rolltap cannot have."""
     faults = []
     if refusals := config.refusals():
-        faults.append(f"task.toml: rolltap cannot have {', '.join(refusals)}: remove it from the task")
+        faults.append(
+            f"task.toml: rolltap cannot have {', '.join(refusals)}: remove it from the task",
+        )
     unusable = ["environment/docker-compose.yaml", "trajectory.json"]
     if config.verifier.environment_mode == "separate":
         unusable.append("tests/Dockerfile")
@@ -277,13 +319,17 @@ def _faults(folder: Path, config: HarborConfig) -> list[str]:
         faults.append("instruction.md is missing: it is what the agent is told")
     if not (folder / "tests" / "test.sh").is_file():
         faults.append("tests/test.sh is missing: it judges the task")
-    if config.environment.docker_image is None and not (folder / "environment" / "Dockerfile").is_file():
+    dockerfile = folder / "environment" / "Dockerfile"
+    if config.environment.docker_image is None and not dockerfile.is_file():
         faults.append("give environment/Dockerfile, or 'environment.docker_image' in task.toml")
     return faults
 
 
 class _FoundEnvironment(NamedTuple):
-    """An image or its build, and what lies over its files in the work folder. `optional` as `Task.image_optional`."""
+    """An image or its build, and what lies over its files in the work folder.
+
+    `optional` as `Task.image_optional`.
+    """
 
     image: str | None
     optional: bool
@@ -296,16 +342,26 @@ class _FoundEnvironment(NamedTuple):
 def _environment(folder: Path, config: HarborConfig) -> _FoundEnvironment:
     source = folder / "environment"
     image = config.environment.docker_image
+    given = config.environment.workdir
     if image is not None and not (source / "Dockerfile").is_file():
-        loose = {".": source} if source.is_dir() and any(source.iterdir()) else {}
-        return _FoundEnvironment(image, is_plain_system(image), config.environment.workdir or _WORKDIR, loose, {})
+        return _FoundEnvironment(
+            image=image,
+            optional=is_plain_system(image),
+            workdir=given or _WORKDIR,
+            files={".": source} if source.is_dir() and any(source.iterdir()) else {},
+            env={},
+        )
     says = read_dockerfile(source / "Dockerfile")
-    workdir = config.environment.workdir or says.workdir or _WORKDIR
-    outside = [place for place in says.files if not PurePosixPath(place).is_relative_to(workdir)]
-    unclear = says.unclear or (f"COPY to {outside[0]}, outside the work folder {workdir}" if outside else None)
-    if unclear is None and (image is None or says.base is None or is_plain_system(says.base)):
-        files = {str(PurePosixPath(place).relative_to(workdir)): file for place, file in says.files.items()}
-        optional = says.base is None or is_plain_system(says.base)
+    workdir = given or says.workdir or _WORKDIR
+    unclear = says.unclear
+    files: dict[str, Path] = {}
+    for place, file in says.files.items():
+        if PurePosixPath(place).is_relative_to(workdir):
+            files[str(PurePosixPath(place).relative_to(workdir))] = file
+        elif unclear is None:
+            unclear = f"COPY to {place}, outside the work folder {workdir}"
+    optional = says.base is None or is_plain_system(says.base)
+    if unclear is None and (image is None or optional):
         return _FoundEnvironment(image or says.base, optional, workdir, files, says.env)
     if image is not None:
         return _FoundEnvironment(image, False, workdir, {}, {})
@@ -314,13 +370,16 @@ def _environment(folder: Path, config: HarborConfig) -> _FoundEnvironment:
 
 
 def _instruction(folder: Path) -> str:
-    """Return the instruction without the canary lines at its beginning, as Harbor gives it to an agent."""
+    """Return the instruction without the canary lines at its beginning, as Harbor gives it to an
+    agent."""
     file = folder / "instruction.md"
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
-    return "\n".join(dropwhile(lambda line: _CANARY.match(line.strip()), lines)).strip()
+    while lines and _CANARY.match(lines[0].strip()):
+        del lines[0]
+    return "\n".join(lines).strip()
 
 
 def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
@@ -328,12 +387,14 @@ def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
     first = script.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     # the script is mounted as it is, perhaps without its executable bit
     program = shlex.split(first[2:]) if first.startswith("#!") else ["bash"]
-    separate = config.verifier.environment_mode == "separate"
+    paths = None
+    if config.verifier.environment_mode == "separate":
+        paths = config.artifact_paths(workdir)
     return CommandJudge(
         command=[*program, "/tests/test.sh"],
         run=config.metadata.rolltap.run,
         timeout=config.verifier.timeout_sec,
-        paths=config.artifact_paths(workdir) if separate else None,
+        paths=paths,
         # the script's exit status says nothing
         reward_files=[f"{_LOGS}/reward.txt", f"{_LOGS}/reward.json"],
         mounts={"/tests": folder / "tests"},
@@ -349,7 +410,10 @@ def _download(tests: Path) -> str | None:
     Such a script without network mostly writes the reward 0, which would be taken for the agent's.
     """
     for script in sorted(tests.rglob("*.sh")):
-        for number, line in enumerate(script.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        for number, line in enumerate(
+            script.read_text(encoding="utf-8", errors="replace").splitlines(),
+            start=1,
+        ):
             if _DOWNLOADS.search(line.partition("#")[0]):
                 return f"{script}, line {number}: {line.strip()[:100]}"
     return None

@@ -1,4 +1,5 @@
-"""Tasks from files and folders: JSON Lines of tasks, Harbor tasks, and SWE rows of a dataset on disk."""
+"""Tasks from files and folders: JSON Lines of tasks, Harbor tasks, and SWE rows of a dataset on
+disk."""
 
 import json
 import logging
@@ -15,7 +16,14 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.names import counted
 from rolltap.trainer.tasks.harbor import is_harbor, load_harbor
 from rolltap.trainer.tasks.swe import swe_task
-from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PythonJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import (
+    CommandJudge,
+    Judge,
+    LLMJudge,
+    PythonJudge,
+    SeveralJudges,
+    Task,
+)
 from rolltap.trainer.toml import describe
 
 logger = logging.getLogger(__name__)
@@ -25,7 +33,8 @@ _OWN = re.compile(r"'[^']*'|\S*[/\d]\S*")  # of one task: names, numbers and pat
 
 
 class RefusedError(InputError):
-    """A task of somebody else's making that cannot be had: a row of a dataset, or a Harbor folder."""
+    """A task of somebody else's making that cannot be had: a row of a dataset, or a Harbor
+    folder."""
 
 
 def load_tasks(
@@ -34,15 +43,18 @@ def load_tasks(
     """Return the tasks of a file or folder.
 
     Args:
-        path: JSON Lines file of tasks (`Task` has the keys), Harbor task folder or folder of them, or rows of SWE-bench
-            and its relatives: a JSON Lines or Parquet file, or a Hugging Face dataset on disk.
-        repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or `<owner>/<name>`, with
-            or without `.git`. None: the rows' images have them.
-        refused: List that gets one line for each task that is refused; the others are returned. None: a warning
-            counts the SWE rows and Harbor tasks that are refused, and a line of ours with a mistake raises.
+        path: JSON Lines file of tasks (`Task` has the keys), Harbor task folder or folder of them,
+            or rows of SWE-bench and its relatives: a JSON Lines or Parquet file, or a Hugging Face
+            dataset on disk.
+        repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or
+            `<owner>/<name>`, with or without `.git`. None: the rows' images have them.
+        refused: List that gets one line for each task that is refused; the others are returned.
+            None: a warning counts the SWE rows and Harbor tasks that are refused, and a line of
+            ours with a mistake raises.
 
-    Raises `InputError` for a source that cannot be read, for one without tasks or with refused ones only, and for what
-    a single task asks for and cannot have: it names the line, row or folder, the key, and what to do.
+    Raises `InputError` for a source that cannot be read, for one without tasks or with refused ones
+    only, and for what a single task asks for and cannot have: it names the line, row or folder, the
+    key, and what to do.
     """
     path = Path(path)
     folder = None if repositories is None else Path(repositories)
@@ -65,14 +77,17 @@ def load_tasks(
     if not tasks:
         if len(faults) == 1:
             raise faults[0]
-        raise InputError(f"{path} has no tasks: {describe_refused(faults, len(faults)) if faults else 'it is empty'}")
+        why = describe_refused(faults, len(faults)) if faults else "it is empty"
+        raise InputError(f"{path} has no tasks: {why}")
     if faults and refused is None:
-        logger.warning("%s: %s; the others are used", path, describe_refused(faults, len(faults) + len(tasks)))
+        told = describe_refused(faults, len(faults) + len(tasks))
+        logger.warning("%s: %s; the others are used", path, told)
     return list(tasks.values())
 
 
 def describe_refused(errors: Sequence[Exception], total: int) -> str:
-    """Return how many of `total` tasks are refused, and the most frequent reasons: the count and first one of each."""
+    """Return how many of `total` tasks are refused, and the most frequent reasons: the count and
+    first one of each."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for message in map(str, errors):
         alike[_OWN.sub("", message)].append(message)
@@ -86,34 +101,43 @@ def describe_refused(errors: Sequence[Exception], total: int) -> str:
 def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Task]]:
     """Yield a function for each task of the source: it returns the task or raises `InputError`."""
     if path.is_dir() and not _is_dataset(path):
-        folders = [path] if is_harbor(path) else sorted(folder for folder in path.iterdir() if is_harbor(folder))
+        folders = [path]
+        if not is_harbor(path):
+            folders = [folder for folder in sorted(path.iterdir()) if is_harbor(folder)]
         if not folders:
             raise InputError(
-                f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of them, a Hugging Face "
-                "dataset on disk, or a .jsonl or .parquet file"
+                f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of "
+                "them, a Hugging Face dataset on disk, or a .jsonl or .parquet file"
             )
-        yield from (partial(_refusing, str(folder), load_harbor, folder) for folder in folders)
+        for folder in folders:
+            yield partial(_refusing, str(folder), load_harbor, folder)
         return
     for where, row in _read_rows(path):
         yield partial(_task_of_row, where, row, path, repositories)
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Return whether a folder holds a dataset: as `save_to_disk` writes it, or Parquet files as on the Hub."""
+    """Return whether a folder holds a dataset: as `save_to_disk` writes it, or Parquet files as on
+    the Hub."""
     marks = ("dataset_info.json", "dataset_dict.json")
     return any((folder / mark).is_file() for mark in marks) or bool(_parquet_files(folder))
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
-    """Yield for each row its name, for messages, and its values; of a JSON Lines file the text of the line."""
+    """Yield for each row its name, for messages, and its values; of a JSON Lines file the text of
+    the line."""
     try:
         if path.is_dir():
-            yield from ((f"{path}, row {number}", row) for number, row in enumerate(_rows_of_folder(path)))
+            for number, row in enumerate(_rows_of_folder(path)):
+                yield f"{path}, row {number}", row
         elif path.suffix == ".parquet":
-            yield from ((f"{path}, row {number}", row) for number, row in enumerate(_rows_of_parquet([path])))
+            for number, row in enumerate(_rows_of_parquet([path])):
+                yield f"{path}, row {number}", row
         else:
-            lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
-            yield from ((f"{path}, line {number}", line) for number, line in lines if line.strip())
+            lines = path.read_text(encoding="utf-8").split("\n")
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", line
     except InputError:
         raise
     except (OSError, ValueError) as error:
@@ -133,7 +157,9 @@ def _rows_of_folder(folder: Path) -> Iterator[Mapping[str, Any]]:
     dataset = load_from_disk(str(folder))
     if isinstance(dataset, DatasetDict):
         if len(dataset) != 1:
-            raise InputError(f"{folder} has the splits {', '.join(dataset)}: give the folder of one, {folder}/SPLIT")
+            names = ", ".join(dataset)
+            advice = f"give the folder of one, {folder}/SPLIT"
+            raise InputError(f"{folder} has the splits {names}: {advice}")
         (dataset,) = dataset.values()
     yield from dataset
 
@@ -150,7 +176,12 @@ def _parquet_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.parquet")) or sorted((folder / "data").glob("*.parquet"))
 
 
-def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositories: Path | None) -> Task:
+def _task_of_row(
+    where: str,
+    row: Mapping[str, Any] | str,
+    path: Path,
+    repositories: Path | None,
+) -> Task:
     if isinstance(row, str):
         try:
             fields = json.loads(row)
@@ -165,17 +196,22 @@ def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositor
 
 
 def _one_value(path: Path) -> str:
-    """Return what to do with a file that is a single JSON value over several lines; else an empty text."""
+    """Return what to do with a file that is a single JSON value over several lines; else an empty
+    text."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return ""
     wanted = ".[]" if isinstance(value, list) else "."
-    return f"{path} is one JSON value over several lines, and a task is one line: jq -c '{wanted}' {path} writes that"
+    lines = "one JSON value over several lines, and a task is one line"
+    return f"{path} is {lines}: jq -c '{wanted}' {path} writes that"
 
 
 def _refusing(where: str, make: Callable[..., Task], *source: object) -> Task:
-    """Return the task that `make` makes of somebody else's source. Raises `RefusedError` for its errors."""
+    """Return the task that `make` makes of somebody else's source.
+
+    Raises `RefusedError` for its errors.
+    """
     try:
         return make(*source)
     except ValidationError as error:
@@ -195,15 +231,20 @@ def _resolve(task: Task, folder: Path, where: str) -> Task:
             raise InputError(f"{where}: {key} {place} does not exist")
         return place
 
+    def all_absolute(paths: Mapping[str, Path], key: str) -> dict[str, Path]:
+        return {place: absolute(source, key) for place, source in paths.items()}
+
     def judge_of(judge: Judge) -> Judge:
         if isinstance(judge, SeveralJudges):
-            judges = [one.model_copy(update={"judge": judge_of(one.judge)}) for one in judge.judges]
+            judges = []
+            for one in judge.judges:
+                judges.append(one.model_copy(update={"judge": judge_of(one.judge)}))
             return judge.model_copy(update={"judges": judges})
         if isinstance(judge, LLMJudge):
             return judge
         update: dict[str, Any] = {"tests": judge.tests and absolute(judge.tests, "'judge.tests'")}
         if isinstance(judge, CommandJudge):
-            update["mounts"] = {place: absolute(source, "'judge.mounts'") for place, source in judge.mounts.items()}
+            update["mounts"] = all_absolute(judge.mounts, "'judge.mounts'")
         if isinstance(judge, PythonJudge):
             update["folder"] = absolute(judge.folder or Path(), "'judge.folder'")
         return judge.model_copy(update=update)
@@ -214,14 +255,16 @@ def _resolve(task: Task, folder: Path, where: str) -> Task:
     image = task.image
     if image is not None and image.startswith(("./", "../")):
         image = str(absolute(Path(image), "'image'"))
-    return task.model_copy(
-        update={
-            "workspace": workspace,
-            "files": {place: absolute(source, "'files'") for place, source in task.files.items()},
-            "image": image,
-            "build": task.build
-            and task.build.model_copy(update={"folder": absolute(task.build.folder, "'build.folder'")}),
-            "solution": task.solution and absolute(task.solution, "'solution'"),
-            "judge": task.judge and judge_of(task.judge),
-        }
-    )
+    build = task.build
+    if build is not None:
+        source = absolute(build.folder, "'build.folder'")
+        build = build.model_copy(update={"folder": source})
+    update = {
+        "workspace": workspace,
+        "files": all_absolute(task.files, "'files'"),
+        "image": image,
+        "build": build,
+        "solution": task.solution and absolute(task.solution, "'solution'"),
+        "judge": task.judge and judge_of(task.judge),
+    }
+    return task.model_copy(update=update)

@@ -1,4 +1,5 @@
-"""A task as data: an instruction, the workspace to start from, the limits of its box, and the judge of the result."""
+"""A task as data: an instruction, the workspace to start from, the limits of its box, and the judge
+of the result."""
 
 import hashlib
 import json
@@ -34,7 +35,8 @@ from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.toml import describe
 
 MAX_REWARD = 1e6
-"""Largest reward or part, and with a minus the smallest: one session must not outweigh all others of a training."""
+"""Largest reward or part, and with a minus the smallest: one session must not outweigh all others
+of a training."""
 Bound = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 """A number that a reward may be."""
 
@@ -58,8 +60,10 @@ class _WorkspaceJudge(_Judge):
         paths: Glob patterns, relative to the workspace, of the files that the agent is to change:
             nothing else is applied. By default all changes but the changes of the judge's own
             files. Settings of test runners are applied only where a pattern is their path.
-        files: Glob patterns, relative to the workspace, of further own files of the judge: see `judges/protected.py`.
-        tests: Folder or file that is laid over the workspace after the agent's changes; relative to the task file.
+        files: Glob patterns, relative to the workspace, of further own files of the judge: see
+            `judges/protected.py`.
+        tests: Folder or file that is laid over the workspace after the agent's changes; relative to
+            the task file.
     """
 
     paths: list[str] | None = None
@@ -81,9 +85,10 @@ class _ValueJudge(_WorkspaceJudge):
 
     Attributes:
         range: Smallest and largest reward.
-        run: Command that runs the agent's program before the judge, in a box without `tests` and `mounts`: it cannot
-            print what it cannot see. The judge finds what it wrote, as if the agent had left it, and none of its
-            processes. `paths` names what it writes, too. Its exit status says nothing.
+        run: Command that runs the agent's program before the judge, in a box without `tests` and
+            `mounts`: it cannot print what it cannot see. The judge finds what it wrote, as if the
+            agent had left it, and none of its processes. `paths` names what it writes, too. Its
+            exit status says nothing.
     """
 
     range: tuple[Bound, Bound] = (0.0, 1.0)
@@ -92,7 +97,9 @@ class _ValueJudge(_WorkspaceJudge):
     @model_validator(mode="after")
     def _check_range(self) -> Self:
         if self.range[0] >= self.range[1]:
-            raise ValueError(f"'range' is {list(self.range)}: give the smallest reward, then the largest")
+            raise ValueError(
+                f"'range' is {list(self.range)}: give the smallest reward, then the largest",
+            )
         return self
 
 
@@ -108,10 +115,10 @@ class CommandJudge(_ValueJudge):
             opened once: two programs that write give no reward. A Python script (`python [OPTIONS]
             SCRIPT` or `-m MODULE`) writes it to the descriptor that ROLLTAP_REWARD_FD names in its
             place, which its children do not have.
-        reward_files: Absolute paths in the box at which the command writes its reward instead. They are write-only
-            pipes, and one reward may come out of all of them.
-        mounts: Absolute path in the box -> file or folder of this machine, visible there, read-only. The runtime
-            `process` has no paths of its own: the task is refused there.
+        reward_files: Absolute paths in the box at which the command writes its reward instead. They
+            are write-only pipes, and one reward may come out of all of them.
+        mounts: Absolute path in the box -> file or folder of this machine, visible there,
+            read-only. The runtime `process` has no paths of its own: the task is refused there.
         writable: Absolute paths in the box of empty folders that the command may write to.
         env: Further environment variables of the command.
         allow: Hosts that the command may reach, through the recorder, as `allow` of a task. By
@@ -141,18 +148,20 @@ class CommandJudge(_ValueJudge):
 class PytestJudge(_WorkspaceJudge):
     """A JUnit XML report, compared with the tests that must pass.
 
-    The reward is 1 when all tests of both lists pass, else 0. Without lists it is 1 when the report has tests and all
-    pass. The parts are the shares of both lists that pass.
+    The reward is 1 when all tests of both lists pass, else 0. Without lists it is 1 when the report
+    has tests and all pass. The parts are the shares of both lists that pass.
 
     Attributes:
-        command: Runs pytest, which a plugin of rolltap's makes report. Another program writes a report to the pipe that
-            ROLLTAP_REPORT names, or `{report}` in an argument.
+        command: Runs pytest, which a plugin of rolltap's makes report. Another program writes a
+            report to the pipe that ROLLTAP_REPORT names, or `{report}` in an argument.
         fail_to_pass: Tests that failed before the change, as pytest names them.
         pass_to_pass: Tests that passed before.
-        test_patch: Unified diff that is applied after the agent's changes and `tests`. Its files are protected.
-        log_parser: Name of a log parser of the `swebench` package (extra `swe`), for instance `parse_log_django`: the
-            tests' results are read from the output of `command` then, and no report is needed. By default
-            the report is read. The agent's code can print lines that the parser takes for results.
+        test_patch: Unified diff that is applied after the agent's changes and `tests`. Its files
+            are protected.
+        log_parser: Name of a log parser of the `swebench` package (extra `swe`), for instance
+            `parse_log_django`: the tests' results are read from the output of `command` then, and
+            no report is needed. By default the report is read. The agent's code can print lines
+            that the parser takes for results.
         env: Further environment variables of the command.
         allow: Hosts that the tests may reach, through the recorder, as `allow` of a task. By
             default their box has no network.
@@ -169,11 +178,12 @@ class PytestJudge(_WorkspaceJudge):
 
 
 class PythonJudge(_ValueJudge):
-    """A Python function of the user's own, called in a process of its own with the judged workspace.
+    """A Python function of the user's own, called in a process of its own with the judged
+    workspace.
 
     Attributes:
-        function: `package.module:function`. It gets the folder of the judged workspace, and returns a number or a dict
-            as `CommandJudge`'s JSON.
+        function: `package.module:function`. It gets the folder of the judged workspace, and returns
+            a number or a dict as `CommandJudge`'s JSON.
         folder: Folder in which the module is looked for first, relative to the task file; by
             default the folder of the task file. Then it is found as rolltap's Python finds modules.
     """
@@ -188,8 +198,8 @@ class LLMJudge(_Judge):
 
     Attributes:
         rubric: Text by which the model judges.
-        url: Base URL, for instance `https://api.openai.com/v1`. The engine of the policy is refused, unless
-            `policy_judges_itself` is true.
+        url: Base URL, for instance `https://api.openai.com/v1`. The engine of the policy is
+            refused, unless `policy_judges_itself` is true.
         model: Name of the model there.
         key_env: Name of the environment variable with the key.
         policy_judges_itself: True accepts the engine of the policy.
@@ -220,7 +230,9 @@ class WeightedJudge(BaseModel):
 
 
 class SeveralJudges(BaseModel):
-    """Several judges: the reward is the weighted mean of theirs. When one cannot judge, the session is unjudged.
+    """Several judges: the reward is the weighted mean of theirs.
+
+    When one cannot judge, the session is unjudged.
 
     Attributes:
         judges: The judges, each with a name and a weight.
@@ -238,8 +250,12 @@ class SeveralJudges(BaseModel):
         return self
 
 
-Judge = Annotated[CommandJudge | PytestJudge | PythonJudge | LLMJudge | SeveralJudges, Field(discriminator="kind")]
-JUDGE_KINDS: tuple[str, ...] = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(Judge)[0]))
+Judge = Annotated[
+    CommandJudge | PytestJudge | PythonJudge | LLMJudge | SeveralJudges,
+    Field(discriminator="kind"),
+]
+_JUDGES = get_args(get_args(Judge)[0])
+JUDGE_KINDS: tuple[str, ...] = tuple(kind.model_fields["kind"].default for kind in _JUDGES)
 """Names of the judges: values of `kind`."""
 WeightedJudge.model_rebuild()
 
@@ -250,8 +266,8 @@ _ISOLATED = {"memory_gib": 8.0, "processes": 1024, "disk_gib": 20.0}
 class Limits(BaseModel):
     """Limits of all programs of a session together. None is no limit in the runtime `process`.
 
-    The other runtimes, which isolate, have a limit of 8 GiB of memory, 1024 processes and 20 GiB on disk where a task
-    sets none; cores stay without a limit.
+    The other runtimes, which isolate, have a limit of 8 GiB of memory, 1024 processes and 20 GiB on
+    disk where a task sets none; cores stay without a limit.
 
     Attributes:
         cpus: Number of processor cores.
@@ -268,8 +284,13 @@ class Limits(BaseModel):
     disk_gib: Gibibytes | None = None
 
     def of_isolated(self) -> Self:
-        """Return these limits as a runtime that isolates holds them: its own in place of those that are None."""
-        return self.model_copy(update={name: value for name, value in _ISOLATED.items() if getattr(self, name) is None})
+        """Return these limits as a runtime that isolates holds them: its own in place of those that
+        are None."""
+        missing = {}
+        for name, value in _ISOLATED.items():
+            if getattr(self, name) is None:
+                missing[name] = value
+        return self.model_copy(update=missing)
 
 
 class Build(BaseModel):
@@ -291,23 +312,26 @@ class Build(BaseModel):
 class Task(BaseModel):
     """An instruction, the workspace to start from, and the judge of the result.
 
-    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file. The constructor takes
-    texts as paths too, and raises `InputError`, which names each wrong field.
+    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file. The
+    constructor takes texts as paths too, and raises `InputError`, which names each wrong field.
 
     Attributes:
         id: Name of the task in the dataset: letters, digits, dot, dash and underscore.
         instruction: Prompt for the harness.
-        workspace: Folder of which every session gets a copy. By default an empty folder, or the folder `workdir` of the
-            image. A git checkout in it has the history up to its commit, and nothing else of its repository.
-        commit: Id of the commit at which the checkout or bare repository `workspace` starts. By default the files as
-            they are checked out, with their changes. The files of a workspace in the image stay, and its history ends
-            at the commit.
-        files: Path in the workspace -> file or folder of this machine that is laid there, over what `workspace` has.
-        image: Container image in which the session runs, or the absolute path of a root folder. The runtime must have
-            images then, unless `image_optional` is true.
-        image_optional: True if a runtime without images may take this machine's system folders instead. The workspace
-            never starts with the image's `workdir` then.
-        build: Image to be built, in place of `image`. It needs the runtime `container` with its setting `build`.
+        workspace: Folder of which every session gets a copy. By default an empty folder, or the
+            folder `workdir` of the image. A git checkout in it has the history up to its commit,
+            and nothing else of its repository.
+        commit: Id of the commit at which the checkout or bare repository `workspace` starts. By
+            default the files as they are checked out, with their changes. The files of a workspace
+            in the image stay, and its history ends at the commit.
+        files: Path in the workspace -> file or folder of this machine that is laid there, over what
+            `workspace` has.
+        image: Container image in which the session runs, or the absolute path of a root folder. The
+            runtime must have images then, unless `image_optional` is true.
+        image_optional: True if a runtime without images may take this machine's system folders
+            instead. The workspace never starts with the image's `workdir` then.
+        build: Image to be built, in place of `image`. It needs the runtime `container` with its
+            setting `build`.
         workdir: Absolute path of the workspace in a runtime with files of its own.
         timeout: Seconds after which the harness is stopped. By default the rollout's `timeout`.
         limits: Limits of the session's box.
@@ -315,14 +339,17 @@ class Task(BaseModel):
         allow: Hosts that the session may reach, through the recorder, in place of the hosts of the
             option `rolltap_allow`: names or patterns, such as `pypi.org`, `*.pythonhosted.org` or
             `pypi.org:8443`. An empty list is none. Model calls need no host.
-        needs_network: Place where the judge asks for a network although it has no `allow`, as a phrase. Only the
-            runtime `process` runs such a task; no runtime runs it if its judge has `mounts` or `writable`.
+        needs_network: Place where the judge asks for a network although it has no `allow`, as a
+            phrase. Only the runtime `process` runs such a task; no runtime runs it if its judge has
+            `mounts` or `writable`.
         judge: Description of the judge.
-        evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
-        solution: Solution of the task, for `rolltap tasks check`: a folder with `solve.sh`, which is run in the
-            workspace; another folder, which is laid over the workspace; or a file with a unified diff. No session sees
-            it, and it does not count in the digest.
-        gold_patch: A unified diff that solves the task, in place of `solution`. It is in no dump of the task.
+        evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or
+            `evaluate`.
+        solution: Solution of the task, for `rolltap tasks check`: a folder with `solve.sh`, which
+            is run in the workspace; another folder, which is laid over the workspace; or a file
+            with a unified diff. No session sees it, and it does not count in the digest.
+        gold_patch: A unified diff that solves the task, in place of `solution`. It is in no dump of
+            the task.
         source: Origin of the task, for messages: a folder, or a file and its row.
     """
 
@@ -360,11 +387,15 @@ class Task(BaseModel):
         if not self.evaluate and self.judge is None:
             raise ValueError("'evaluate' is missing: give the judge's command, or a table 'judge'")
         if self.evaluate and self.judge is not None:
-            raise ValueError("'evaluate' and 'judge' are both given: remove 'evaluate', the short form")
+            raise ValueError(
+                "'evaluate' and 'judge' are both given: remove 'evaluate', the short form",
+            )
         if self.image is not None and self.build is not None:
             raise ValueError("'image' and 'build' are both given: remove one")
-        if self.commit is not None and self.workspace is None and self.image is None and self.build is None:
-            raise ValueError(f"'commit' is {self.commit!r} without a checkout: give 'workspace' or an 'image' with one")
+        is_somewhere = self.workspace or self.image or self.build
+        if self.commit is not None and not is_somewhere:
+            without = f"'commit' is {self.commit!r} without a checkout"
+            raise ValueError(f"{without}: give 'workspace' or an 'image' with one")
         return self
 
     @property
@@ -375,11 +406,13 @@ class Task(BaseModel):
     def digest(self) -> str:
         """Return the SHA-256 of the task, in hexadecimal: the same task elsewhere has the same.
 
-        Of each path that the task names the content counts instead, of `workspace` with a `commit` the commit, and of
-        an image its name. `source`, the solution and the code of a `PythonJudge` do not count. Raises `InputError` for
-        a path.
+        Of each path that the task names the content counts instead, of `workspace` with a `commit`
+        the commit, and of an image its name. `source`, the solution and the code of a `PythonJudge`
+        do not count. Raises `InputError` for a path.
         """
-        without = {"source", "evaluate", "judge", "build", "solution"} | ({"workspace"} if self.commit else set())
+        without = {"source", "evaluate", "judge", "build", "solution"}
+        if self.commit:
+            without.add("workspace")
         if self.allow is None:
             without.add("allow")
         fields = self.model_dump(exclude=without)
