@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from rolltap.trainer.nodes.messages import (
     EndedAttempt,
     Failure,
     Package,
+    Policies,
     Report,
     Setup,
     recorded,
@@ -84,6 +85,8 @@ class NodeActor:
         self._report: Report | None = None
         """The last one, until it is acknowledged."""
         self._number = 0
+        self._policies = 0
+        """Number of the policies that are published here."""
         self._polling = asyncio.Lock()
         """Held by one question at a time: one whose answer is lost may still wait for it."""
         self._forking = asyncio.Lock()
@@ -93,18 +96,18 @@ class NodeActor:
     async def open(
         self,
         tasks: Sequence[Task],
-        policies: Mapping[str, str],
+        policies: Policies,
         fleet: Examined | None,
     ) -> Failure | None:
-        """Start the worker, unless it runs. `policies`: part of the run -> its `policy.json`.
+        """Start the worker, unless it runs.
 
         A node that joins a `fleet` is compared with what its nodes found.
         """
         if self._worker is None:
             if fleet is not None:
                 version = UNPUBLISHED.version
-                if "" in policies:
-                    version = json.loads(policies[""])["version"]
+                if "" in policies.files:
+                    version = json.loads(policies.files[""])["version"]
                 found = await asyncio.to_thread(
                     examine,
                     self.name,
@@ -130,7 +133,7 @@ class NodeActor:
         self,
         number: int,
         attempt: SessionAttempt,
-        policies: Mapping[str, str],
+        policies: Policies,
         forked: Package | None,
     ) -> None:
         """Run an attempt. `forked` has the calls of the session that its group forks."""
@@ -157,7 +160,7 @@ class NodeActor:
             self._stop(self._running[number], why)
 
     @recorded
-    async def poll(self, number: int, policies: Mapping[str, str]) -> Report:
+    async def poll(self, number: int, policies: Policies) -> Report:
         """Return what is new since the report of a number, the last that was written.
 
         Waits a while if nothing is.
@@ -307,8 +310,11 @@ class NodeActor:
         if self._failure is None:
             self._failure = Failure.of(error, self.name)
 
-    def _publish(self, policies: Mapping[str, str]) -> None:
-        for part, policy in policies.items():
+    def _publish(self, policies: Policies) -> None:
+        if policies.number < self._policies:
+            return  # a request that comes late
+        self._policies = policies.number
+        for part, policy in policies.files.items():
             path = self._out / part / POLICY_FILE
             if not path.exists() or path.read_text() != policy:
                 path.parent.mkdir(exist_ok=True)

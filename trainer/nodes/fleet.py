@@ -19,7 +19,7 @@ from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.trainer.nodes.actor import NodeActor
 from rolltap.trainer.nodes.cluster import Cluster
 from rolltap.trainer.nodes.facts import Examined
-from rolltap.trainer.nodes.messages import Failure, Package, Report, Setup
+from rolltap.trainer.nodes.messages import Failure, Package, Policies, Report, Setup
 from rolltap.trainer.nodes.rows import ForkedCalls, LostSessions, Writer
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.node import NodeLostError
@@ -78,6 +78,7 @@ class Fleet:
         """Findings of the nodes on the tasks, by which a newcomer is compared."""
         self._run = run
         self._rows = SessionRows(run)
+        self._reads = count(1)
         self._forked: dict[Path, ForkedCalls] = {}
         """Run -> the calls of its sessions that are forked."""
         self._resting: dict[str, float] = {}
@@ -275,14 +276,14 @@ class Fleet:
         """Return the engines that did not answer when sessions failed a moment ago."""
         return [url for member in self.members.values() for url in member.silent]
 
-    def policies(self) -> dict[str, str]:
-        """Return part of the run -> the contents of its `policy.json`, if it has one."""
+    def policies(self) -> Policies:
+        """Return the policies of the run, as they are now."""
         found = {}
         for part in PARTS:
             path = self._run / part / POLICY_FILE
             if path.exists():
                 found[part] = path.read_text()
-        return found
+        return Policies(next(self._reads), found)
 
 
 def deal(

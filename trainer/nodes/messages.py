@@ -55,6 +55,16 @@ def _kind(name: str) -> type[RolltapError] | None:
     return None
 
 
+class Policies(NamedTuple):
+    """The policies of a run, as the driver read them. Later ones have a higher `number`.
+
+    `files` has part of the run -> its `policy.json`, if it has one.
+    """
+
+    number: int
+    files: Mapping[str, str]
+
+
 def recorded(
     method: Callable[Concatenate[Any, P], Awaitable[T]],
 ) -> Callable[Concatenate[Any, P], Awaitable[T | Failure]]:

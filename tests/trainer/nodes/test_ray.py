@@ -262,3 +262,17 @@ async def test_the_policies_of_the_run_and_of_its_evaluations_are_those_of_the_n
         assert (driver.sessions.out / part / "policy.json").read_text() == version
     driver.sessions.may_end["g.0-0"].set()
     await task
+
+
+async def test_an_older_policy_that_comes_late_does_not_replace_a_newer_one(driver):
+    driver.following.cancel()
+    await asyncio.wait([driver.following])
+    (member,) = driver.fleet.members.values()
+    read = []
+    for version in ("v1", "v2"):
+        (driver.run_folder / "policy.json").write_text(version)
+        read.append(driver.fleet.policies())
+    await driver.fleet.ask(member, "poll", member.number, read[1])
+    attempt = SessionAttempt("g.0-0", GROUP)
+    await driver.fleet.ask(member, "begin", next(member.attempts), attempt, read[0], None)
+    assert (driver.sessions.out / "policy.json").read_text() == "v2"
