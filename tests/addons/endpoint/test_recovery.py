@@ -24,8 +24,8 @@ from rolltap.addons.store.tables import RunWriter, run_files
 from tests.addons.dialects.test_openai_chat import TOOL
 from tests.addons.endpoint.test_retries import OTHERS
 from tests.addons.harness import RETRY, content, said, user, with_result
-from tests.addons.prompts import test_history
-from tests.addons.prompts.test_history import THINKING, arguments, result
+from tests.addons.prompts import talks
+from tests.addons.prompts.talks import COMMAND, MARKUP, THINKING, arguments, changed, result, same
 from tests.deep import examples
 from tests.factories import START
 from tests.scripted_engine import Answer, Say
@@ -33,7 +33,7 @@ from tests.scripted_engine import Answer, Say
 NAME = routes.CHAT.NAME
 
 
-class Recorded(test_history.Session):
+class Recorded(talks.Session):
     """A session whose calls are recorded in a run, as `Generation` records them."""
 
     def __init__(self, rendering, encode, run, session_id="s1"):
@@ -240,11 +240,11 @@ class TestEchoRule:
         return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
 
     def test_the_rule_of_the_request_is_that_of_the_recorded_calls(self, claude):
-        reply = claude.ask([user("Hi")], test_history.TestEchoRule.COMMAND)
+        reply = claude.ask([user("Hi")], COMMAND)
         claude.assert_continued([user("Hi"), *self.echo(reply, "ls")], "0")
 
     def test_another_program_does_not_take_the_calls_away(self, claude):
-        reply = claude.ask([user("Hi")], test_history.TestEchoRule.COMMAND)
+        reply = claude.ask([user("Hi")], COMMAND)
         recovered = claude.recovered()
         kinds = []
         for user_id, command in (("me", "ls"), ("me", "cd a && ls"), ('{"device_id": "d", "session_id": "s"}', "ls")):
@@ -254,7 +254,7 @@ class TestEchoRule:
         assert kinds == ["rendered", "bridged", "bridged"]
 
     def test_calls_of_other_apis_have_no_rule(self, session):
-        reply = session.ask([user("Hi")], test_history.TestEchoRule.COMMAND)
+        reply = session.ask([user("Hi")], COMMAND)
         recovered = session.recovered()
         recovered.index(routes.MESSAGES.NAME, normal_arguments)
         request = session.decode([user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)])
@@ -262,16 +262,14 @@ class TestEchoRule:
         assert recovered.conversations.prompt(request).kind == "bridged"
 
 
-echoed = st.text(max_size=5) | st.sampled_from(test_history.MARKUP)
+echoed = st.text(max_size=5) | st.sampled_from(MARKUP)
 folders = itertools.count()
 
 
 THOUGHT = "<think>\nOne\n</think>\n\nHello."
 TEXTS = ["Hello.", "Hello.\n", THOUGHT]
 completions = st.sampled_from([*TEXTS, *TEXTS, THINKING]) | echoed
-echoes = st.sampled_from(
-    [test_history.same, *(test_history.changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))]
-)
+echoes = st.sampled_from([same, *(changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))])
 
 
 @given(st.data())

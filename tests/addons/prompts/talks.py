@@ -13,6 +13,9 @@ ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
 SPACED = '{"at":"caf\u00e9",  "deep":{"y":[true,null],"x":1}}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
 THINKING = f"<think>\nI look.\n</think>\n\nSo:\n{CALL}"
+MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", THINKING, "Hi", "😀", "  \n", "<|im_start|>"]
+COMMAND = '<tool_call>\n{"name": "look", "arguments": {"command": "cd a && ls"}}\n</tool_call><|im_end|>'
+"""A command whose echo lacks its `cd FOLDER && `, as Claude Code sends it."""
 CONTEXT = {"role": "assistant", "content": "Job 1 has ended."}
 LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
 

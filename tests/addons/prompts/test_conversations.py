@@ -9,7 +9,19 @@ from rolltap.addons.dialects.call import DialectError, ModelCall, assistant_mess
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.conversations import TEXT_DROPPED, Conversations
 from tests.addons.dialects.test_openai_chat import TOOL, bodies
-from tests.addons.prompts.talks import CALL, LITELLM, SPACED, THINKING, Session, arguments, changed, named, result, user
+from tests.addons.prompts.talks import (
+    CALL,
+    LITELLM,
+    MARKUP,
+    SPACED,
+    THINKING,
+    Session,
+    arguments,
+    changed,
+    named,
+    result,
+    user,
+)
 from tests.deep import examples
 
 
@@ -47,7 +59,6 @@ def test_branches_continue_their_own_calls(session):
         assert [*prompt.ids[: prompt.prefix_length]] == session.token_ids(parent)
 
 
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", THINKING, "Hi", "😀", "  \n", "<|im_start|>"]
 sampled = st.lists(st.sampled_from(MARKUP) | st.integers(0, 399), max_size=8)
 said = st.text(max_size=5) | st.sampled_from(MARKUP)
 

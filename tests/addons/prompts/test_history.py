@@ -11,7 +11,19 @@ from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts import canonical
 from rolltap.addons.prompts.history import History, Turn
 from tests.addons.dialects.test_openai_chat import TOOL
-from tests.addons.prompts.talks import CONTEXT, LITELLM, THINKING, arguments, changed, named, other, result, same, user
+from tests.addons.prompts.talks import (
+    COMMAND,
+    CONTEXT,
+    LITELLM,
+    THINKING,
+    arguments,
+    changed,
+    named,
+    other,
+    result,
+    same,
+    user,
+)
 
 
 class TestKind:
@@ -89,8 +101,6 @@ class TestKind:
 class TestEchoRule:
     """A command whose echo lacks its `cd FOLDER && `, as Claude Code sends it."""
 
-    COMMAND = '<tool_call>\n{"name": "look", "arguments": {"command": "cd a && ls"}}\n</tool_call><|im_end|>'
-
     @pytest.mark.parametrize(
         ("user_id", "kind"),
         [('{"device_id": "d", "session_id": "s"}', "bridged"), ("me", "rendered")],
@@ -103,7 +113,7 @@ class TestEchoRule:
             return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), "/v1/messages")
 
         monkeypatch.setattr(session, "decode", decode)
-        call_id = session.ask([user("Hi")], self.COMMAND)["tool_calls"][0]["id"]
+        call_id = session.ask([user("Hi")], COMMAND)["tool_calls"][0]["id"]
         use = {"type": "tool_use", "id": call_id, "name": "look", "input": {"command": "ls"}}
         answer = {"type": "tool_result", "tool_use_id": call_id, "content": "Nothing."}
         echo = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
