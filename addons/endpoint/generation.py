@@ -10,7 +10,7 @@ the requests that listen to it, so that a lost connection costs no tokens.
 
 `SAMPLING`: the engine is asked, and tokens are appended to the call. A retryable failure of an
 engine does not end the call: another engine, or the same one after a pause, samples the rest
-(`engine/completion.py`).
+(`engine/pool.py`).
 
 `SAMPLED`: the completion has a finish reason. The call waits until a request listens, so that a
 reply which nobody takes is not continued.
@@ -64,9 +64,8 @@ from rolltap.addons.endpoint.budget import WAITED, Grant
 from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.request import PreparedCall
 from rolltap.addons.engine.client import SILENCE_SECONDS
-from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import SessionPolicy
-from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.engine.pool import EnginePool, sample
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import CallStatus, find_violation, json_text, utc_now
