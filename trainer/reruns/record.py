@@ -1,7 +1,7 @@
 """Record of a session for a rerun or a fork: what they need of the run, and what came of a rerun.
 
-The recorder answers from the record (`addons/endpoint/rerun.py`). In a rerun it has the limits with which the session
-was recorded, and a folder of its own, which is removed: nothing is sampled.
+The recorder answers from the record (`addons/endpoint/rerun.py`). In a rerun it has the limits with
+which the session was recorded, and a folder of its own, which is removed: nothing is sampled.
 """
 
 import json
@@ -49,57 +49,93 @@ class Record:
     def of(cls, run: Path, session: str) -> Self:
         """Return the session with this id or unique prefix.
 
-        Raises `InputError` for an unknown session, a fork, and one without a completed call; `RunError` for damaged
-        rows, and a run that does not say what its engine served.
+        Raises `InputError` for an unknown session, a fork, and one without a completed call;
+        `RunError` for damaged rows, and a run that does not say what its engine served.
         """
-        metadata, session_id = read_metadata(run), find_session_id(run, session)
+        metadata = read_metadata(run)
+        session_id = find_session_id(run, session)
+        where = f"session {session_id} of {run}"
         with SessionIndex(run, "calls") as index:
             calls = rebuild_calls(run, session_id, index.batches(session_id))
             lost = [name for name, damage in index.scan.damage.items() if damage]
-        if damaged := [f"call {call.call_id}: {call.violation}" for call in calls if call.violation] or lost:
-            why = f"session {session_id} of {run} cannot run again: {damaged[0]}"
-            raise RunError(f"{why}. All its calls are needed: see `rolltap verify`")
+        damaged = [f"call {call.call_id}: {call.violation}" for call in calls if call.violation]
+        for why in damaged or lost:
+            advice = "All its calls are needed: see `rolltap verify`"
+            raise RunError(f"{where} cannot run again: {why}. {advice}")
         with SessionIndex(run, "events") as index:
-            events = list(index.rows(session_id, ("kind", "detail")))
-        if origin := next((event["detail"] for event in events if event["kind"] == "rerun"), None):
-            raise InputError(f"session {session_id} of {run} is a fork, and has only its own calls: give {origin}")
+            for event in index.rows(session_id, ("kind", "detail")):
+                if event["kind"] == "rerun":
+                    own = f"{where} is a fork, and has only its own calls"
+                    raise InputError(f"{own}: give {event['detail']}")
         completed = [call for call in calls if call.status == "completed"]
         if not completed:
-            raise InputError(f"session {session_id} of {run} has no completed call, so that nothing can be given again")
+            why = "no completed call, so that nothing can be given again"
+            raise InputError(f"{where} has {why}")
         engine = completed[-1].engine or ""
         try:
             window = int(metadata["engines"][engine]["max_model_len"])
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise RunError(f"{run} does not say what the engine at {engine or '(none)'} served") from None
-        return cls(run.absolute(), session_id, completed, load_sessions(run).get(session_id), metadata, engine, window)
+            served = f"what the engine at {engine or '(none)'} served"
+            raise RunError(f"{run} does not say {served}") from None
+        return cls(
+            run=run.absolute(),
+            session_id=session_id,
+            calls=completed,
+            session=load_sessions(run).get(session_id),
+            metadata=metadata,
+            engine=engine,
+            context_window=window,
+        )
 
-    def rerun(self, folder: Path, model: str | None, options: Mapping[str, Sequence[str]]) -> Recorder:
-        """Return a recorder that answers from the record, in a new folder. `model` is None for that of the run."""
+    def rerun(
+        self,
+        folder: Path,
+        model: str | None,
+        options: Mapping[str, Sequence[str]],
+    ) -> Recorder:
+        """Return a recorder that answers from the record, in a new folder.
+
+        `model` is None for that of the run.
+        """
         own: dict[str, str | Sequence[str]] = {}
         for each in self.metadata.get("recorders", []):
             if self.engine in [url.rstrip("/") for url in each.get("engines", ())]:
-                limits = each.get("limits", {}).items()
-                # a foreign run sets no other option
-                own = {f"rolltap_{name}": str(value) for name, value in limits if name.startswith("max_")}
-                own["rolltap_images"] = str(each.get("images", "hide"))
-        model = model or str(self.metadata.get("model"))
-        return Recorder(folder, engine=self.engine, model=model, options={**own, **self._option(), **options})
+                own = {"rolltap_images": str(each.get("images", "hide"))}
+                for name, value in each.get("limits", {}).items():
+                    if name.startswith("max_"):  # a foreign run sets no other option
+                        own[f"rolltap_{name}"] = str(value)
+        return Recorder(
+            folder,
+            engine=self.engine,
+            model=model or str(self.metadata.get("model")),
+            options={**own, **self._option(), **options},
+        )
 
     def result(self, recorder: Recorder, session_id: str) -> tuple[int, str | None]:
-        """End a session of a rerun. Return how many recorded calls answered, and where it differs first, in words.
+        """End a session of a rerun.
+
+        Return how many recorded calls answered, and where it differs first, in words.
 
         A recorded call that nothing asked for is a difference too, a side question aside. Raises as
         `Recorder.stop_calls`.
         """
         recorder.stop_calls(session_id)
-        events = list(recorder.rows.of("events", session_id, ("kind", "call_id", "detail")))
-        given = {call_id for kind, call_id, _ in events if kind == "rerun"}
-        missing = (n for n, call in enumerate(self.calls, 1) if call.role != "auxiliary" and call.call_id not in given)
-        ended = next((f"diverged at call {n}: nothing asked for it" for n in missing), None)
-        return len(given), next((detail for kind, _, detail in events if kind == "diverged"), ended)
+        given: set[str] = set()
+        diverged = None
+        columns = ("kind", "call_id", "detail")
+        for kind, call_id, detail in recorder.rows.of("events", session_id, columns):
+            if kind == "rerun":
+                given.add(call_id)
+            elif kind == "diverged" and diverged is None:
+                diverged = detail
+        for number, call in enumerate(self.calls, 1):
+            if diverged is None and call.role != "auxiliary" and call.call_id not in given:
+                diverged = f"diverged at call {number}: nothing asked for it"
+        return len(given), diverged
 
     def fork(self, call: str) -> dict[str, str]:
-        """Return the recorder's option of forks at a call: its number in `calls` from 1, its id or a unique prefix.
+        """Return the recorder's option of forks at a call: its number in `calls` from 1, its id or
+        a unique prefix.
 
         Raises `InputError` for a call that is not among them.
         """
@@ -113,12 +149,16 @@ class Record:
         return self._option(at.started_at)
 
     def task(self, tasks: Path, repositories: Path | None) -> Task:
-        """Return the session's task from a source of tasks. Raises `InputError` when it is not there."""
+        """Return the session's task from a source of tasks.
+
+        Raises `InputError` when it is not there.
+        """
         task_id = "" if self.session is None else self.session.task_id
-        found = [task for task in load_tasks(tasks, repositories=repositories) if task.id == task_id]
-        if not found:
-            raise InputError(f"{tasks} has no task {task_id!r}, which is that of session {self.session_id}")
-        return found[0]
+        for task in load_tasks(tasks, repositories=repositories):
+            if task.id == task_id:
+                return task
+        own = f"which is that of session {self.session_id}"
+        raise InputError(f"{tasks} has no task {task_id!r}, {own}")
 
     def _option(self, until: datetime | None = None) -> dict[str, str]:
         source = RecordedFrom(self.run, self.session_id, until)
