@@ -55,6 +55,7 @@ _SAID_BYTES = 2000
 _NOT_CONNECTED = 255
 """Exit status of ssh(1) for an error of its own; others are those of the program on the machine."""
 _CONNECT_SECONDS = 60.0
+_FORWARD_SECONDS = 60.0
 _END_SECONDS = 20.0
 _TAKEN_BYTES = 80 << 20
 """Most bytes of an output or a verdict. A machine that keeps to its agent sends less."""
@@ -124,7 +125,14 @@ class Link:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        port, said = await asked.communicate()
+        try:
+            async with asyncio.timeout(_FORWARD_SECONDS):
+                port, said = await asked.communicate()
+        except TimeoutError as error:
+            how = f"did not answer within {_FORWARD_SECONDS:g} s"
+            raise OSError(f"the machine {self._machine.host} {how}") from error
+        finally:
+            await _ended_at_once(asked)
         if asked.returncode or not port.strip().isdigit():
             raise OSError(
                 f"{self._machine.host} forwards no port to the recorder ({_text(said)}): "
@@ -165,15 +173,13 @@ async def linked(machine: Machine) -> AsyncIterator[Link]:
                 yield Link(machine, control, connection)
             finally:
                 client.stdin.close()  # the agent ends its boxes, and then the connection
-                await _ended_within(client, _END_SECONDS)
+                if not connection.why:
+                    await _ended_within(client, _END_SECONDS)
                 running.cancel()
                 await wait_for_end(running)
         finally:
             client.stdin.close()
-            if client.returncode is None:
-                with suppress(ProcessLookupError):
-                    client.kill()
-            await wait_for_end(asyncio.ensure_future(client.wait()))
+            await _ended_at_once(client)
 
 
 async def _start_agent(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> None:
@@ -205,6 +211,14 @@ async def _why_not(
         "(python3 -m venv boxes && boxes/bin/pip install psutil pydantic), and name its Python "
         "with --ssh-python (ssh_python in a recipe)"
     )
+
+
+async def _ended_at_once(client: asyncio.subprocess.Process) -> None:
+    """End a process of ssh(1), if it has not ended, and wait for its end."""
+    if client.returncode is None:
+        with suppress(ProcessLookupError):
+            client.kill()
+    await wait_for_end(asyncio.ensure_future(client.wait()))
 
 
 async def _ended_within(client: asyncio.subprocess.Process, seconds: float) -> None:

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rolltap.trainer.boxes import ssh
 from rolltap.trainer.boxes.agent import __main__ as agent
 from rolltap.trainer.boxes.agent.__main__ import PREFIX
 from rolltap.trainer.boxes.container import root_folder_digest
+from rolltap.trainer.boxes.inside import frames
 from rolltap.trainer.boxes.runtime import Ended, Mount
 from rolltap.trainer.boxes.ssh import SshBox
 from rolltap.trainer.judges.channel import Channel
@@ -215,6 +216,58 @@ async def test_a_box_of_a_lost_connection_fails_and_the_next_one_has_a_new_conne
         assert machine.left() == []
         async with runtime.box(spec_in(tmp_path, name="next")) as box:
             assert (await sh(box, "true", tmp_path / "log"))[0] == Ended(0)
+
+
+@pytest.fixture
+def stop():
+    """Return a function that stops processes. They go on after the test, and can end."""
+    stopped = []
+
+    def stop_them(processes):
+        for process in processes:
+            stopped.append(process)
+            process.suspend()
+
+    yield stop_them
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+async def test_a_program_of_a_silent_agent_is_lost(machine, tmp_path, stop, monkeypatch):
+    async with machine.runtime().box(spec_in(tmp_path)) as box:
+        running = await started(box, "sleep 3607", tmp_path)
+        stop(below(psutil.Process()))
+        monkeypatch.setattr(frames, "SILENT_SECONDS", 0.1)
+        message = r"the connection to the machine .*@machine was lost: it was silent for 0\.1 s"
+        with pytest.raises(ConnectionError, match=message):
+            await running
+
+
+async def test_a_workspace_for_a_silent_agent_is_lost(machine, tmp_path, stop, monkeypatch):
+    runtime = machine.runtime()
+    spec = spec_in(tmp_path, name="large")
+    with (spec.workspace / "file").open("wb") as file:
+        file.truncate(20 << 20)
+    (tmp_path / "first").mkdir()
+    async with runtime.box(spec_in(tmp_path / "first")):
+        stop(below(psutil.Process()))
+        monkeypatch.setattr(frames, "SILENT_SECONDS", 0.1)
+        with pytest.raises(ConnectionError, match=r"@machine was lost: it was silent"):
+            async with runtime.box(spec):
+                pass
+
+
+async def test_a_silent_machine_that_forwards_nothing_is_named(machine, tmp_path, stop, monkeypatch):
+    runtime = machine.runtime()
+    (tmp_path / "first").mkdir()
+    async with runtime.box(spec_in(tmp_path / "first")):
+        stop(below(psutil.Process()))
+        monkeypatch.setattr(ssh, "_FORWARD_SECONDS", 0.1)
+        with pytest.raises(OSError, match=r"the machine .*@machine did not answer within 0\.1 s"):
+            async with runtime.box(spec_in(tmp_path, name="next", proxy="127.0.0.1:9")):
+                pass
+        monkeypatch.setattr(frames, "SILENT_SECONDS", 0.1)
 
 
 async def test_all_that_a_killed_agent_left_is_removed_by_the_next_one(machine, tmp_path):

@@ -20,6 +20,7 @@ STARTED = b"rolltap: boxes can be made\n"
 ALIVE_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 """Time without a byte after which the other side is lost."""
+_LOOK_SECONDS = 1.0
 _HEADER = struct.Struct(">IBI")
 _OPEN, _MESSAGE, _DATA, _CLOSE, _ALIVE = range(5)
 _MAX_BYTES = 256 << 20
@@ -138,9 +139,11 @@ class Connection:
         try:
             await self._take_frames()
         except (OSError, ValueError) as error:
-            self.why = str(error) or "it was silent"
+            self.why = str(error)
         finally:
             self.why = self.why or "it was closed"
+            if not self._writer.is_closing():  # asyncio cannot abort what is closed
+                self._writer.transport.abort()  # a side that takes nothing keeps no writer waiting
             alive.cancel()
             tasks = [*self._tasks.values()]
             for task in tasks:
@@ -203,12 +206,20 @@ class Connection:
 
     async def _read(self, length: int) -> bytes:
         content = bytearray()
+        silent = 0.0
         while len(content) < length:
-            async with asyncio.timeout(SILENT_SECONDS):
-                chunk = await self._reader.read(length - len(content))
+            try:
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    chunk = await self._reader.read(length - len(content))
+            except TimeoutError:
+                silent += _LOOK_SECONDS  # not by the clock: this process may have slept
+                if silent >= SILENT_SECONDS:
+                    raise LostError(f"it was silent for {SILENT_SECONDS:g} s") from None
+                continue
             if not chunk:
                 raise LostError("the other side has closed it")
             content += chunk
+            silent = 0.0
         return bytes(content)
 
     def _begin(self, number: int, message: dict[str, Any]) -> None:

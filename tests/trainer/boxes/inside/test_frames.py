@@ -110,12 +110,28 @@ async def test_the_end_of_one_side_is_the_end_of_all_streams_of_the_other():
 
 async def test_a_side_that_is_silent_is_lost(monkeypatch):
     monkeypatch.setattr(frames, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "_LOOK_SECONDS", 0.01)
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     connection = Connection(reader, writer)
     await connection.run()
-    assert connection.why == "it was silent"
+    assert connection.why == "it was silent for 0.05 s"
     writer.close()
+    theirs.close()
+
+
+async def test_a_silent_side_that_takes_nothing_keeps_no_writer_waiting(monkeypatch):
+    monkeypatch.setattr(frames, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "_LOOK_SECONDS", 0.01)
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    connection = Connection(reader, writer)
+    stream = await connection.open({})
+    running = asyncio.create_task(connection.run())
+    with pytest.raises(LostError):
+        await stream.send_bytes(bytes(20 << 20))
+    await stream.close()
+    await running
     theirs.close()
 
 
