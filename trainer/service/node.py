@@ -144,6 +144,8 @@ class ServiceNode:
     async def _result(self, group: Group, sent: asyncio.Task[dict[int | None, str]]) -> dict[int | None, Session]:
         await sent
         view: GroupView = await self._client.wait(group.group_id)
+        if not view.sessions:  # none began, and the folder may have no run yet
+            return {}
         table = self._tables[group.evaluates]
         rows = await asyncio.to_thread(table.refresh)
         found = {}

@@ -221,3 +221,25 @@ async def test_a_session_whose_row_is_not_written_yet_has_none(tmp_path):
 
     await ServiceNode(Killed(), tmp_path, {}).run(attempt, enter)
     assert attempt.row is None
+
+
+class Ended(Killed):
+    """A client of a service at which each group ends before a session of it begins."""
+
+    async def submit(self, task, *, id, sessions, **how):
+        view = await super().submit(task, id=id, sessions=sessions, **how)
+        self.view = view.model_copy(update={"sessions": []})
+        return self.view
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+async def test_a_group_that_ends_before_anything_is_recorded_has_no_rows(tmp_path, evaluates):
+    task = Task(id="words", instruction="go", evaluate=["true"])
+    group = step_group(Version("0a1b2c3d", 9, 0), 0, task, 1)
+    group = replace(group, evaluates=evaluates)
+    attempt = SessionAttempt(group.session_ids[0], group)
+
+    async def enter(phase): ...
+
+    await ServiceNode(Ended(), tmp_path, {}).run(attempt, enter)
+    assert attempt.row is None
