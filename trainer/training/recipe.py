@@ -55,7 +55,8 @@ class HeldOut(BaseModel):
     """Sampling parameters in place of the training's, key by key (those of `rolltap_sampling`).
     `{}` samples as the training does."""
     share: float = Field(default=0.25, gt=0, lt=1)
-    """Share of the slots (`concurrency`) for these tasks while sessions of the training wait too."""
+    """Share of the slots (`concurrency`) for these tasks while sessions of the training wait too. Not with `service`,
+    which has its own `--evaluation-share`."""
 
 
 class Forks(BaseModel):
@@ -250,6 +251,10 @@ def _faults(recipe: Recipe) -> Iterator[str]:
     if recipe.evaluation is not None and why:
         fix = "remove [evaluation], or listen_port and the runtime that needs it"
         yield f"[evaluation] cannot run, because {why}: {fix}"
+    held_out = recipe.evaluation
+    if recipe.service is not None and held_out is not None and "share" in held_out.model_fields_set:
+        what = f"evaluation.share = {held_out.share:g} does nothing with service, which has the slots"
+        yield f"{what}: remove it, and give --evaluation-share to `rolltap service`"
     if recipe.evaluation is not None and recipe.concurrency == 1:
         what = f"evaluation.share = {recipe.evaluation.share:g} leaves no slot for the training"
         yield f"{what} with concurrency = 1: set concurrency = 2 or more"

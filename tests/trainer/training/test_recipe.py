@@ -125,6 +125,10 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + HELD_OUT + '[recorder]\nlisten_port = "8899"\n', r"\[evaluation\] .*listen_port = 8899"),
         (GOOD + HELD_OUT + "share = 1.0\n", r"'evaluation\.share' is 1\.0"),
         (GOOD + HELD_OUT + "share = 0\n", r"'evaluation\.share' is 0"),
+        (
+            GOOD + 'service = "http://h:1"\n' + HELD_OUT + "share = 0.5\n",
+            r"evaluation\.share = 0\.5 does nothing with service, .* give --evaluation-share to `rolltap service`",
+        ),
         (GOOD + HELD_OUT + "every = 0\n", r"'evaluation\.every' is 0"),
         (GOOD + HELD_OUT + "step = 1\n", r"unknown key 'evaluation\.step'"),
         (GOOD + HELD_OUT + "sampling = {max_tokens = 0}\n", r"evaluation\.sampling: .*is 0: Input should be greater"),
