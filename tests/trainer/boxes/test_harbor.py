@@ -272,6 +272,12 @@ async def test_a_hostile_box_that_says_no_status_is_a_fault_of_the_box(tmp_path,
                 await sh(box, "true", tmp_path / "log")
 
 
+async def test_what_a_command_in_a_hostile_box_says_is_bounded(tmp_path):
+    async with make_runtime(tmp_path).box(make_spec(tmp_path)) as box:
+        said = await box._execute("head -c 9000000 /dev/zero | tr '\\0' x; echo end", 60)
+    assert said == "x" * ((64 << 10) - 4) + "end\n"
+
+
 async def test_what_a_box_has_no_more_may_be_there_in_the_next_one(tmp_path):
     async with make_runtime(tmp_path).box(make_spec(tmp_path)) as box:
         with pytest.raises(OSError, match="FileNotFoundError"):

@@ -258,7 +258,7 @@ async def test_a_workspace_for_a_silent_agent_is_lost(machine, tmp_path, stop, m
                 pass
 
 
-async def test_a_silent_machine_that_forwards_nothing_is_named(machine, tmp_path, stop, monkeypatch):
+async def test_a_silent_machine_without_a_forward_is_named(machine, tmp_path, stop, monkeypatch):
     runtime = machine.runtime()
     (tmp_path / "first").mkdir()
     async with runtime.box(spec_in(tmp_path / "first")):

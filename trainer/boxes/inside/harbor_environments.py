@@ -37,6 +37,8 @@ from pydantic import ValidationError
 
 METHODS = ("exec", "upload_file", "download_file")
 LINE_BYTES = 16 << 20
+SAID_CHARACTERS = 64 << 10
+"""Most characters of a stream of a command that an answer has, of its end. A box may say more."""
 _STOP_SECONDS = 100.0
 """Time in which all environments stop when stdin has ended.
 
@@ -82,13 +84,22 @@ class Environments:
         return {}
 
     async def call(self, box: str, method: str, arguments: Fields) -> Fields:
-        """Call one of `METHODS` of a box's environment. Return the fields of its result."""
+        """Call one of `METHODS` of a box's environment. Return the fields of its result.
+
+        Of what a command says, this is the end: see `SAID_CHARACTERS`.
+        """
         if method not in METHODS:
             raise ValueError(f"no method {method}")
         if box not in self._started:
             raise RuntimeError(f"the environment of {box} is not running")
         result = await getattr(self._started[box], method)(**arguments)
-        return {} if result is None else dict(result.model_dump())
+        if result is None:
+            return {}
+        fields = dict(result.model_dump())
+        for name in ("stdout", "stderr"):
+            if fields.get(name):
+                fields[name] = fields[name][-SAID_CHARACTERS:]
+        return fields
 
     async def stop(self, box: str, **definition: Any) -> Fields:
         """Stop and delete an environment, and end what runs in it.
