@@ -4,17 +4,17 @@ Roll out tasks with an unmodified agent program, and build a batch for the train
 
     import rolltap
 
-    task = rolltap.Task(id="count", instruction="Count the lines of words.txt ...", evaluate=["sh", "-c", "test ..."])
-    run = rolltap.rollout([task], harness="codex", engine=url, model=folder, out="runs/a", sessions=8)
+    task = rolltap.Task(id="count", instruction="Count ...", evaluate=["sh", "-c", "test ..."])
+    run = rolltap.rollout([task], harness="pi", engine=url, model=folder, out="runs/a", sessions=8)
     batch = run.traces(strategy="prefix_merging").batch()
     print(run.summary().steps, batch.ledger)
 
 Record
-    `rollout`            run tasks with a harness, several sessions each, and record every model call
+    `rollout`            run tasks with a harness, and record every model call
     `rollout_async`      the same inside an event loop
     `Task`, `Harness`    an instruction with its evaluator; an agent program and how to start it
-    `Client`, `AsyncClient`   a running rollout service: submit groups, wait for them, set the policy
-    `AdapterPublisher`   new weights for its engines, from a trainer of your own; needs the extra `train`
+    `Client`, `AsyncClient`   a running rollout service: groups in, sessions out, the policy
+    `AdapterPublisher`   new weights for its engines; needs the extra `train`
     `check_tasks`        try tasks with their solutions and the standard cheats
     `load_tasks`         tasks of a file or folder: JSON Lines, Harbor tasks, SWE-bench rows
     `Recorder`           record programs that you start yourself
@@ -31,17 +31,17 @@ Read
 Train
     `Trace`, `TraceBatch`, `GroupReward`, `Ledger`
     `build_traces`       the calls of one session -> its traces and their ledger
-    `TraceGRPOTrainer`, `TraceGRPOConfig`   a `trl.GRPOTrainer` that trains on traces; needs the extra `train`
+    `TraceGRPOTrainer`, `TraceGRPOConfig`   trains on traces, on TRL; needs the extra `train`
     `train`              roll out, train, publish and repeat, by a recipe; needs the extra `train`
     `plan_training`      what a training by a recipe would take; needs the extra `train`
     `train_offline`      train on recorded runs, by a recipe; needs the extra `train`
 
-Errors that a caller may handle derive from `RolltapError`, except `OSError` for a file that cannot be read or written;
-`rolltap.errors` has their kinds. A session that fails raises no error: its status says so. `rolltap.types` has the
-types of arguments and results, for annotations.
+Errors that a caller may handle derive from `RolltapError`, except `OSError` for a file that cannot
+be read or written; `rolltap.errors` has their kinds. A session that fails raises no error: its
+status says so. `rolltap.types` has the types of arguments and results, for annotations.
 
-Public are the names in `__all__` of `rolltap`, `rolltap.errors` and `rolltap.types`. They follow semantic versioning.
-Other modules may change in every release.
+Public are the names in `__all__` of `rolltap`, `rolltap.errors` and `rolltap.types`. They follow
+semantic versioning. Other modules may change in every release.
 """
 
 from importlib import import_module
@@ -87,12 +87,21 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# imported on first use: the recorder imports this package too, and needs neither the trainer nor torch
+# imported on first use: the recorder imports this package too, and needs neither the trainer nor
+# torch
 _MODULES = {
     "rolltap.addons.errors": ("RolltapError",),
     "rolltap.addons.store.records": ("Call", "Session"),
     "rolltap.rollouts": ("check_tasks", "rollout", "rollout_async"),
-    "rolltap.runs": ("Run", "import_calls", "merge_runs", "open_run", "read_training", "verify_run", "view_run"),
+    "rolltap.runs": (
+        "Run",
+        "import_calls",
+        "merge_runs",
+        "open_run",
+        "read_training",
+        "verify_run",
+        "view_run",
+    ),
     "rolltap.trainer.engine.serve": ("EngineServer",),
     "rolltap.trainer.training.step.config": ("TraceGRPOConfig",),
     "rolltap.trainer.training.step.trainer": ("TraceGRPOTrainer",),
@@ -127,8 +136,8 @@ def _load(name: str) -> Any:
         from rolltap.addons.errors import MissingPackageError, install_command
 
         extra = "train" if name in _TRAINER else "record"
-        message = f"rolltap.{name} needs packages that are not installed ({error}): {install_command(extra)}"
-        raise MissingPackageError(message) from error
+        needs = f"packages that are not installed ({error}): {install_command(extra)}"
+        raise MissingPackageError(f"rolltap.{name} needs {needs}") from error
 
 
 if not TYPE_CHECKING:  # a type checker would believe that the module has every name

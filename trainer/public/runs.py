@@ -51,9 +51,21 @@ from rolltap.trainer.traces.build import TRAINED_ROLES as TRAINED_ROLES
 from rolltap.trainer.traces.build import Strategy as Strategy
 from rolltap.trainer.traces.build import Trace, TraceBatch, require_collection
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, SessionReader, load_sessions, recorded_ids, unknown_session
+from rolltap.trainer.traces.reader import (
+    RecordedCalls,
+    SessionReader,
+    load_sessions,
+    recorded_ids,
+    unknown_session,
+)
 from rolltap.trainer.traces.scores import RecordedScores
-from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces, load_batch
+from rolltap.trainer.traces.sessions import (
+    Totals,
+    TracedSession,
+    TraceOptions,
+    iter_traces,
+    load_batch,
+)
 from rolltap.trainer.traces.tables import Score
 from rolltap.trainer.viewer.file import WrittenFile, write_file
 
@@ -61,10 +73,14 @@ logger = logging.getLogger(__name__)
 
 
 class RunTraces:
-    """The traces of a run, by one strategy. Iterating yields `Trace`s, session by session, in bounded memory."""
+    """The traces of a run, by one strategy.
+
+    Iterating yields `Trace`s, session by session, in bounded memory.
+    """
 
     def __init__(self, run: Path, options: TraceOptions) -> None:
-        self._run, self._options = run, options
+        self._run = run
+        self._options = options
 
     def __repr__(self) -> str:
         return f"RunTraces({str(self._run)!r}, {self._options.strategy!r})"
@@ -74,7 +90,10 @@ class RunTraces:
             yield from traced.traces
 
     def by_session(self, *, progress: bool = True) -> Iterator[TracedSession]:
-        """Yield every session with its traces and its ledger. Sessions without a reward have traces here."""
+        """Yield every session with its traces and its ledger.
+
+        Sessions without a reward have traces here.
+        """
         total = len(recorded_ids(self._run)) if progress else 0
         with progress_bar(show=progress) as advance:
             for done, traced in enumerate(iter_traces(self._run, self._options), 1):
@@ -82,34 +101,51 @@ class RunTraces:
                 advance("sessions", done, total)
 
     def batch(self, session_ids: Collection[str] | None = None) -> TraceBatch:
-        """Return all traces as one batch for `TraceGRPOTrainer`; with `session_ids`, the traces of these sessions.
+        """Return all traces as one batch for `TraceGRPOTrainer`, or those of `session_ids`.
 
-        The batch has the reward of every session that has one. Tokens of the others are left out for a reason of
-        `LeftOut`. Groups of equal rewards are in the batch; their advantages are 0. The ledger has been checked against
-        the traces. Set `on_policy` of the batch when the weights to be trained sampled it.
+        The batch has the reward of every session that has one. Tokens of the others are left out
+        for a reason of `LeftOut`. Groups of equal rewards are in the batch; their advantages are 0.
+        The ledger has been checked against the traces. Set `on_policy` of the batch when the
+        weights to be trained sampled it.
 
         Raises `InputError` for a session that is not in the run.
         """
         return load_batch(self._run, session_ids, self._options)
 
-    def totals(self, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
+    def totals(
+        self,
+        each: Callable[[Trace], None] | None = None,
+        *,
+        progress: bool = True,
+    ) -> Totals:
         """Count sessions, calls, traces, rewards and tokens. `each` is called with every trace."""
         totals = Totals()
         for traced in self._told(each, progress):
             totals.add(traced)
         return totals
 
-    def save(self, out: str | Path, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
-        """Write the traces to the new folder `out`, a dataset for `datasets.load_from_disk` with a card.
+    def save(
+        self,
+        out: str | Path,
+        each: Callable[[Trace], None] | None = None,
+        *,
+        progress: bool = True,
+    ) -> Totals:
+        """Write the traces to the new folder `out`, a dataset for `datasets.load_from_disk`.
 
-        Returns the counts. `each` is called with every trace. Raises `RunError` when `out` is not empty.
+        Returns the counts. `each` is called with every trace. Raises `RunError` when `out` is not
+        empty.
         """
         # datasets takes a second to import
         from rolltap.trainer.runs.exports.parquet import save_traces
 
         return save_traces(self._run, self._told(each, progress), Path(out), self._options)
 
-    def _told(self, each: Callable[[Trace], None] | None, progress: bool) -> Iterator[TracedSession]:
+    def _told(
+        self,
+        each: Callable[[Trace], None] | None,
+        progress: bool,
+    ) -> Iterator[TracedSession]:
         for traced in self.by_session(progress=progress):
             if each is not None:
                 for trace in traced.traces:
@@ -118,16 +154,20 @@ class RunTraces:
 
 
 class Run:
-    """A run folder. Methods read the folder again at each call; `calls` is a view of it at the time of the access.
+    """A run folder.
 
-    Methods raise `RunError` when the folder cannot be read, and `LedgerError` when sampled tokens are unaccounted for.
+    Methods read the folder again at each call; `calls` is a view of it at the time of the access.
+
+    Methods raise `RunError` when the folder cannot be read, and `LedgerError` when sampled tokens
+    are unaccounted for.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Raises `RunError` when `path` is not a run, or is one of another schema version."""
         self.path = Path(path)
         self.new_session_ids: tuple[str, ...] = ()
-        """Sessions of the groups of the `rollout` that returned this run: all attempts, those of earlier calls too."""
+        """Sessions of the groups of the `rollout` that returned this run: all attempts, those of
+        earlier calls too."""
         read_metadata(self.path)
 
     def __repr__(self) -> str:
@@ -139,17 +179,23 @@ class Run:
         return read_metadata(self.path)
 
     def sessions(self) -> list[Session]:
-        """Return the sessions that have calls or a row: first those with calls, in the order of their first commits.
+        """Return the sessions that have calls or a row.
+
+        Those with calls are first, in the order of their first commits.
 
         A session without a row has the status `unknown`, no reward, and the times of its calls.
         """
-        rows, calls = load_sessions(self.path), self.calls
-        known = dict.fromkeys([*calls, *rows])
-        return [rows.get(session_id) or unknown_session(session_id, calls[session_id]) for session_id in known]
+        rows = load_sessions(self.path)
+        calls = self.calls
+        found = []
+        for session_id in dict.fromkeys([*calls, *rows]):
+            row = rows.get(session_id)
+            found.append(row or unknown_session(session_id, calls[session_id]))
+        return found
 
     @property
     def calls(self) -> RecordedCalls:
-        """The model calls: a mapping from session id to the session's calls in the order in which they started.
+        """The model calls: session id -> its calls in the order in which they started.
 
         The mapping reads one session at each access. Keep it to look up several sessions.
         """
@@ -166,15 +212,19 @@ class Run:
     ) -> RunTraces:
         """Return the traces of all sessions, built when they are iterated over.
 
-        `strategy` is `per_request` (one trace for each call), `prefix_merging` (one for each path from a root of the
-        call tree to a leaf) or `tree` (the same, with the prefix that each trace shares with an earlier one). Every
-        strategy trains the same sampled tokens. `roles` are the roles of the calls that are trained. `max_tokens` cuts
-        off the end of longer traces. With `routing` each trace has the experts of its tokens, with a name of `scores`
-        those; tokens of calls without them are left out as `missing_routing` and `missing_scores`.
+        `strategy` is `per_request` (one trace for each call), `prefix_merging` (one for each path
+        from a root of the call tree to a leaf) or `tree` (the same, with the prefix that each trace
+        shares with an earlier one). Every strategy trains the same sampled tokens. `roles` are the
+        roles of the calls that are trained. `max_tokens` cuts off the end of longer traces. With
+        `routing` each trace has the experts of its tokens, with a name of `scores` those; tokens of
+        calls without them are left out as `missing_routing` and `missing_scores`.
 
         Raises `InputError` for an unknown strategy or role, and for `max_tokens` below 1.
         """
-        return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens, routing=routing, scores=scores))
+        return RunTraces(
+            self.path,
+            TraceOptions(strategy, roles, max_tokens, routing=routing, scores=scores),
+        )
 
     def score(
         self,
@@ -187,40 +237,69 @@ class Run:
         concurrency: int = 8,
         progress: bool = True,
     ) -> ScoreReport:
-        """Store under a `name` the log-probability of every sampled token by an engine's model, or by an `adapter`.
+        """Store the log-probability of every sampled token by an engine's model, or by an
+        `adapter`.
 
-        With `sessions` those of their calls; with `top_k` also the likeliest tokens. Calls that have them are skipped.
+        `name` is that of the scores. With `sessions` those of their calls; with `top_k` also the
+        likeliest tokens. Calls that have them are skipped.
 
-        Raises `InputError` for another tokenizer, a `name` of another scorer, unknown ids and no calls; `EngineError`.
+        Raises `InputError` for another tokenizer, a `name` of another scorer, unknown ids and no
+        calls; `EngineError`.
         """
-        ids = None if sessions is None else {find_session_id(self.path, each) for each in sessions}
+        ids = None
+        if sessions is not None:
+            ids = {find_session_id(self.path, each) for each in sessions}
         teacher = Teacher(engine, str(self.metadata.get("model", "")), adapter, run=self.path)
         with progress_bar(show=progress) as advance:
             reader = SessionReader(self.path, scores=RecordedScores(self.path, name, some=False))
-            return score_run(reader, teacher, advance, sessions=ids, top_k=top_k, concurrency=concurrency)
+            return score_run(
+                reader,
+                teacher,
+                advance,
+                sessions=ids,
+                top_k=top_k,
+                concurrency=concurrency,
+            )
 
     def scores(self, name: str, session_id: str) -> dict[str, Score]:
-        """Return call id -> the scores of a session's calls that have the name. Raises `InputError` if none has it."""
+        """Return call id -> the scores of a session's calls that have the name.
+
+        Raises `InputError` if none has it.
+        """
         return RecordedScores(self.path, name).of(find_session_id(self.path, session_id))
 
     def ledger(self) -> Ledger:
-        """Return the account of all sampled tokens, as a trainer sees them: without a reward they are left out."""
-        return sum((traced.rewarded().ledger for traced in iter_traces(self.path, TraceOptions())), Ledger())
+        """Return the account of all sampled tokens. Those without a reward are left out."""
+        total = Ledger()
+        for traced in iter_traces(self.path, TraceOptions()):
+            total += traced.rewarded().ledger
+        return total
 
-    def summary(self, *, task: str | None = None, group: str | None = None, sort: Sort = "started") -> Summary:
-        """Return counts of the run, rewards by policy version and task, and the ledger. `rich.print` shows tables.
+    def summary(
+        self,
+        *,
+        task: str | None = None,
+        group: str | None = None,
+        sort: Sort = "started",
+    ) -> Summary:
+        """Return counts of the run, rewards by policy version and task, and the ledger.
+        `rich.print` shows tables.
 
-        With `task` or `group`, an id or a unique prefix of it, only the sessions that have it count. `sort` is the
-        order of the sessions: `started`, the highest `reward`, the most `tokens` or `calls` first, or by `task`.
+        With `task` or `group`, an id or a unique prefix of it, only the sessions that have it
+        count. `sort` is the order of the sessions: `started`, the highest `reward`, the most
+        `tokens` or `calls` first, or by `task`.
 
         Raises `InputError` for a task or group that no session has.
         """
         return summarize(self.path, task=task, group=group, sort=sort)
 
     def follow(self, *, task: str | None = None, group: str | None = None) -> Iterator[Session]:
-        """Yield the rows of the sessions, then each further one when its session has ended. It does not end.
+        """Yield the rows of the sessions, then each further one when its session has ended.
 
-        With `task` or `group`, a whole id, only those of sessions that have it. Looks once a second.
+        It does not end.
+
+        With `task` or `group`, a whole id, only those of sessions that have it. Looks once a
+        second.
         """
         return follow_sessions(self.path, task, group, wait=partial(time.sleep, 1.0))
 
@@ -232,10 +311,13 @@ class Run:
         return view_session(self.path, session_id)
 
     def inspect_call(self, session_id: str, call_id: str, *, full: bool = False) -> CallView:
-        """Return one call with its messages, its tools and, for a rendered prompt, where it leaves the recorded tokens.
+        """Return one call with its messages and its tools.
 
-        With `full` all messages and prompt tokens are shown, not only the new ones. Unique prefixes of both ids are
-        accepted, and the number of the call in its session, from 1. Raises `InputError` for an unknown id.
+        A rendered prompt has the place where it leaves the recorded tokens.
+
+        With `full` all messages and prompt tokens are shown, not only the new ones. Unique prefixes
+        of both ids are accepted, and the number of the call in its session, from 1. Raises
+        `InputError` for an unknown id.
         """
         return view_call(self.path, session_id, call_id, full=full)
 
@@ -244,7 +326,8 @@ class Run:
 
         Unique prefixes of both ids are accepted. Raises `InputError` for an unknown id.
         """
-        first, second = (find_session(self.path, each) for each in (first_id, second_id))
+        first = find_session(self.path, first_id)
+        second = find_session(self.path, second_id)
         return first_difference(first, second, self.path)
 
     def reward(
@@ -257,14 +340,22 @@ class Run:
         group: str = "",
         change: bool = False,
     ) -> Session:
-        """Give a session the reward `value`, a finite number, and return its new row. The earlier rows stay in the run.
+        """Give a session the reward `value`, a finite number, and return its new row.
 
-        `task` and `group`, if not empty, replace those of the session; one in a group of its own joins that of `task`.
-        Unique prefixes of the id are accepted.
+        The earlier rows stay in the run.
+
+        `task` and `group`, if not empty, replace those of the session; one in a group of its own
+        joins that of `task`. Unique prefixes of the id are accepted.
 
         Raises `InputError`, `RunError` and `OSError` as `GivenReward` and `give_reward`.
         """
-        given = GivenReward(value=value, parts=parts or {}, task=task, group=group, source="rolltap reward")
+        given = GivenReward(
+            value=value,
+            parts=parts or {},
+            task=task,
+            group=group,
+            source="rolltap reward",
+        )
         with RunWriter(self.path) as writer:
             return give_reward(writer, find_session_id(self.path, session_id), given, change=change)
 
@@ -283,27 +374,35 @@ class Run:
     ) -> CheckReport:
         """Score recorded calls again on a running engine, and compare the log-probabilities.
 
-        At most `sample` calls are scored; `seed` chooses them. A row of the report is within the `threshold` when its
-        mean absolute difference is at most that, in nats. By default it follows from the type of the weights and from
-        the engine's own rounding, which is measured. Calls that cannot be compared are skipped and counted. An engine
-        of `rolltap serve` that takes adapters computes each score alone, and other calls wait meanwhile.
+        At most `sample` calls are scored; `seed` chooses them. A row of the report is within the
+        `threshold` when its mean absolute difference is at most that, in nats. By default it
+        follows from the type of the weights and from the engine's own rounding, which is measured.
+        Calls that cannot be compared are skipped and counted. An engine of `rolltap serve` that
+        takes adapters computes each score alone, and other calls wait meanwhile.
 
-        Raises `EngineError` when the engine does not answer, or may end by scores beside other calls, and `InputError`
-        when no call can be compared.
+        Raises `EngineError` when the engine does not answer, or may end by scores beside other
+        calls, and `InputError` when no call can be compared.
         """
         with progress_bar(show=progress) as advance:
-            return check_run(self.path, engine, sample=sample, seed=seed, threshold=threshold, advance=advance)
+            return check_run(
+                self.path,
+                engine,
+                sample=sample,
+                seed=seed,
+                threshold=threshold,
+                advance=advance,
+            )
 
     def compare(self, other: "Run | str | Path") -> Comparison:
-        """Compare the rewards of this run and another one of the same tasks, as `compare_sessions`."""
+        """Compare the rewards of this run and of another one of the same tasks."""
         second = other if isinstance(other, Run) else open_run(other)
         return compare_sessions(self.sessions(), second.sessions())
 
     def export(self, target: ExportFormat, out: str | Path, *, progress: bool = True) -> int:
-        """Write the run in another format to the new folder `out`, and return the number of records.
+        """Write the run in another format to the new folder `out`. Returns the number of records.
 
-        `parquet`: a dataset with the configs `traces`, `calls`, `sessions` and `events`. `atif`: Harbor's
-        trajectories. `messages`: chats for supervised fine-tuning.
+        `parquet`: a dataset with the configs `traces`, `calls`, `sessions` and `events`. `atif`:
+        Harbor's trajectories. `messages`: chats for supervised fine-tuning.
 
         Raises `RunError` when `out` is not empty.
         """
@@ -314,12 +413,14 @@ class Run:
     def push_to_hub(self, repo: str, *, public: bool = False, progress: bool = True) -> str:
         """Push the run as Parquet to the dataset repository `repo` (ORG/NAME) and return its URL.
 
-        The token is that of `hf auth login` or HF_TOKEN. A new repository is private unless `public`. Former Parquet
-        files and the card in it are replaced. Sessions with a known form of a key, a token or a password in their texts
-        or tokens are left out, as token ids cannot be redacted; a warning names them.
+        The token is that of `hf auth login` or HF_TOKEN. A new repository is private unless
+        `public`. Former Parquet files and the card in it are replaced. Sessions with a known form
+        of a key, a token or a password in their texts or tokens are left out, as token ids cannot
+        be redacted; a warning names them.
 
-        Raises `InputError` without a token, for a malformed name, for a repository that is public while `public` is
-        False, and when no session is left; `HubError` when the Hub refuses or cannot be reached.
+        Raises `InputError` without a token, for a malformed name, for a repository that is public
+        while `public` is False, and when no session is left; `HubError` when the Hub refuses or
+        cannot be reached.
         """
         from rolltap.trainer.runs.exports import parquet
         from rolltap.trainer.runs.exports.hub import Repository
@@ -328,51 +429,81 @@ class Run:
         found = find_in_run(self.path, load_decoder(self.path))
         for session_id, kinds in sorted(found.items(), key=str):
             name = f"session {session_id}" if session_id else "events without a session"
-            logger.warning("not pushed: %s, which has what looks like a secret (%s)", name, ", ".join(sorted(kinds)))
+            logger.warning(
+                "not pushed: %s, which has what looks like a secret (%s)",
+                name,
+                ", ".join(sorted(kinds)),
+            )
         if found and not recorded_ids(self.path) - found.keys():
-            raise InputError(f"every session of {self.path} has what looks like a secret: nothing is pushed")
+            raise InputError(
+                f"every session of {self.path} has what looks like a secret: nothing is pushed",
+            )
         with TemporaryDirectory(prefix="rolltap-") as temporary:
             folder = Path(temporary) / "data"
             with new_folder(folder) as unfinished, progress_bar(show=progress) as advance:
-                parquet.export(self.path, unfinished, advance, where=repository.name, leave_out=found)
+                parquet.export(
+                    self.path,
+                    unfinished,
+                    advance,
+                    where=repository.name,
+                    leave_out=found,
+                )
             return repository.upload(folder, f"{self.path.resolve().name}, exported by rolltap")
 
-    def filter(self, out: str | Path, *, progress: bool = True, **criteria: Unpack[Filter]) -> "Run":
-        """Write the sessions that meet every given criterion to the new folder `out`, and return it.
+    def filter(
+        self,
+        out: str | Path,
+        *,
+        progress: bool = True,
+        **criteria: Unpack[Filter],
+    ) -> "Run":
+        """Write the sessions that meet every criterion to the new folder `out`, and return it.
 
-        The criteria are `min_reward`, `max_reward` (None is none), and the accepted `harnesses`, `policy_versions`,
-        `statuses`, `session_ids`, `tasks` and `runtimes`. `roles` keeps only the calls of these roles, and the calls
-        that their prompts continue. A session without such a call is left out, and so are events without a session.
-        `suspicious` is whether a session's row has suspicions, `suspicions` are names of rules of which it matched one.
-        Raises `InputError` when no session is left, when one of `session_ids` does not exist, and for no rule's name.
+        The criteria are `min_reward`, `max_reward` (None is none), and the accepted `harnesses`,
+        `policy_versions`, `statuses`, `session_ids`, `tasks` and `runtimes`. `roles` keeps only the
+        calls of these roles, and the calls that their prompts continue. A session without such a
+        call is left out, and so are events without a session. `suspicious` is whether a session's
+        row has suspicions, `suspicions` are names of rules of which it matched one. Raises
+        `InputError` when no session is left, when one of `session_ids` does not exist, and for no
+        rule's name.
         """
         if unknown := criteria.keys() - Filter.__annotations__:
-            raise TypeError(f"unknown criterion {min(unknown)!r}: choose {', '.join(Filter.__annotations__)}")
+            raise TypeError(
+                f"unknown criterion {min(unknown)!r}: choose {', '.join(Filter.__annotations__)}",
+            )
         for name, given in criteria.items():
             if name not in ("min_reward", "max_reward", "suspicious"):
                 require_collection(given)
             elif name != "suspicious" and given is not None:
                 finite(given, name)
         if unknown := set(criteria.get("suspicions", ())) - {*SUSPICIONS}:
-            raise InputError(f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}")
+            raise InputError(
+                f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}",
+            )
         with progress_bar(show=progress) as advance:
             filter_run(self.path, Path(out), criteria, advance)
         return Run(out)
 
     def split(
-        self, out: str | Path, *, by: SplitBy | None = None, parts: int | None = None, progress: bool = True
+        self,
+        out: str | Path,
+        *,
+        by: SplitBy | None = None,
+        parts: int | None = None,
+        progress: bool = True,
     ) -> dict[str, "Run"]:
         """Write the sessions to several runs in the new folder `out`, and return them by name.
 
-        One run for each value of the session field `by`, or `parts` runs of about as many sessions each, with groups
-        kept whole. Events without a session go to the first. Raises `InputError` unless exactly one of `by` and
-        `parts` is given, and for more parts than groups.
+        One run for each value of the session field `by`, or `parts` runs of about as many sessions
+        each, with groups kept whole. Events without a session go to the first. Raises `InputError`
+        unless exactly one of `by` and `parts` is given, and for more parts than groups.
         """
         wanted = parts if by is None else by
         if wanted is None or (by is not None and parts is not None):
             raise InputError("give either by= or parts=")
         with progress_bar(show=progress) as advance:
-            return {name: Run(Path(out, name)) for name in split_run(self.path, Path(out), wanted, advance)}
+            names = split_run(self.path, Path(out), wanted, advance)
+        return {name: Run(Path(out, name)) for name in names}
 
     def view_file(
         self,
@@ -382,12 +513,14 @@ class Run:
         redact: Collection[str] = (),
         progress: bool = True,
     ) -> WrittenFile:
-        """Write the page of `view_run` with these `sessions` as one HTML file, which opens without a network.
+        """Write the page of `view_run` as one HTML file, which opens without a network.
 
-        Without `sessions` it has all of a run of at most 50. Unique prefixes of their ids are accepted. What looks like
-        a secret is redacted, and so are the texts of `redact`: in texts, and in the tokens. The result says what was.
+        It has these `sessions`; without them, all of a run of at most 50. Unique prefixes of their
+        ids are accepted. What looks like a secret is redacted, and so are the texts of `redact`: in
+        texts, and in the tokens. The result says what was.
 
-        Raises `InputError` for an unknown session, and when they have to be chosen; `OSError` for the file.
+        Raises `InputError` for an unknown session, and when they have to be chosen; `OSError` for
+        the file.
         """
         for given in (redact, sessions or ()):
             require_collection(given)
@@ -395,31 +528,51 @@ class Run:
             return write_file(self.path, Path(out), sessions, redact, advance)
 
 
-def view_run(path: str | Path, *, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], None] = print) -> None:
-    """Serve a page that shows a run in the browser, until a signal. `say` is told the link, which has a token.
+def view_run(
+    path: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serve a page that shows a run in the browser, until a signal.
 
-    `port` 0 is a free one. The run may be one that is being recorded. Raises `MissingPackageError` without FastAPI and
-    uvicorn, `RunError` when `path` is not a run, and `OSError` for an address that is not free.
+    `say` is told the link, which has a token.
+
+    `port` 0 is a free one. The run may be one that is being recorded. Raises `MissingPackageError`
+    without FastAPI and uvicorn, `RunError` when `path` is not a run, and `OSError` for an address
+    that is not free.
     """
     try:
         from rolltap.trainer.viewer.serve import serve
     except ImportError as error:
-        raise MissingPackageError(f"rolltap view needs packages ({error}): {install_command('service')}") from error
+        raise MissingPackageError(
+            f"rolltap view needs packages ({error}): {install_command('service')}",
+        ) from error
     run_blocking(serve(Path(path), host=host, port=port, say=say))
 
 
 def open_run(path: str | Path) -> Run:
-    """Return the run in a folder. Raises `RunError` when it is not a run, or is one of another schema version."""
+    """Return the run in a folder.
+
+    Raises `RunError` when it is not a run, or is one of another schema version.
+    """
     return Run(path)
 
 
-def merge_runs(runs: Sequence[str | Path], out: str | Path, *, progress: bool = True) -> tuple[Run, list[LeftBehind]]:
+def merge_runs(
+    runs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    progress: bool = True,
+) -> tuple[Run, list[LeftBehind]]:
     """Write the sessions of several runs, or of one that is damaged, to the new folder `out`.
 
-    Returns the new run, and the rows and places that were not copied: they cannot be read, or their digest does not
-    match. When two runs have sessions or groups of equal names, the names of the later run get a prefix; the entries of
-    `merged_from` in `metadata` have it. Raises `InputError` for no runs, for different tokenizers, and for a session
-    with the same content in several runs; and `RunError`.
+    Returns the new run, and the rows and places that were not copied: they cannot be read, or their
+    digest does not match. When two runs have sessions or groups of equal names, the names of the
+    later run get a prefix; the entries of `merged_from` in `metadata` have it. Raises `InputError`
+    for no runs, for different tokenizers, and for a session with the same content in several runs;
+    and `RunError`.
     """
     require_collection(runs)
     if not runs:
@@ -438,26 +591,39 @@ def import_calls(
     report: Callable[[int, str], None] = lambda number, fault: None,
     progress: bool = True,
 ) -> ImportSummary:
-    """Write calls from JSON Lines to the new run `out`. `rolltap import --help` lists the keys of a line.
+    """Write calls from JSON Lines to the new run `out`.
 
-    `model` is the folder or name of the model whose tokens they are. Without it, `merge_runs` and `train_offline` take
-    the import for one of their model.
+    `rolltap import --help` lists the keys of a line.
 
-    `report` is called with the number of each bad line and its fault. With bad lines nothing is imported, unless
-    `skip_bad` leaves them out. Raises `InputError` when nothing is imported, with the first faults, and for a `model`
-    without a tokenizer; `MissingPackageError` when transformers is missing for it; `RunError` for an `out` with files.
+    `model` is the folder or name of the model whose tokens they are. Without it, `merge_runs` and
+    `train_offline` take the import for one of their model.
+
+    `report` is called with the number of each bad line and its fault. With bad lines nothing is
+    imported, unless `skip_bad` leaves them out. Raises `InputError` when nothing is imported, with
+    the first faults, and for a `model` without a tokenizer; `MissingPackageError` when transformers
+    is missing for it; `RunError` for an `out` with files.
     """
     model = None if model is None else str(model)
     with progress_bar(show=progress) as advance, ExitStack() as stack:
         lines = stack.enter_context(open(file, "rb")) if isinstance(file, str | Path) else file
-        return _import_calls(lines, Path(out), model=model, skip_bad=skip_bad, report=report, advance=advance)
+        return _import_calls(
+            lines,
+            Path(out),
+            model=model,
+            skip_bad=skip_bad,
+            report=report,
+            advance=advance,
+        )
 
 
 def verify_run(path: str | Path, *, repair: bool = False, progress: bool = True) -> Verification:
-    """Check every file, digest and invariant of a run folder. A run that is being recorded can be verified.
+    """Check every file, digest and invariant of a run folder.
 
-    `repair` removes only what a crash left behind: an end that was not a whole commit, and temporary files that no
-    process writes. Raises `RunError` when the folder is not a run, or is one of another schema version.
+    A run that is being recorded can be verified.
+
+    `repair` removes only what a crash left behind: an end that was not a whole commit, and
+    temporary files that no process writes. Raises `RunError` when the folder is not a run, or is
+    one of another schema version.
     """
     with progress_bar(show=progress) as advance:
         return _verify_run(Path(path), advance, repair=repair)

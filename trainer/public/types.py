@@ -1,7 +1,7 @@
 """Types of the arguments and results of `rolltap`'s functions, for annotations.
 
-Callers construct only those of tasks, rollouts and runtimes: judges, `Limits`, `Budget`, and what a `Runtime` of their
-own is made of.
+Callers construct only those of tasks, rollouts and runtimes: judges, `Limits`, `Budget`, and what a
+`Runtime` of their own is made of.
 """
 
 from rolltap.addons.store.records import CallKind as CallKind
