@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import resource
+import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import httpx
@@ -22,6 +24,7 @@ from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.service.recording import Health
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.viewer.app import reading_token
+from tests.addons.harness import until
 
 TOKEN = "t" * 32
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -208,12 +211,28 @@ async def test_streams_of_events_stay_when_others_come(connect, client):
         assert await idle[0].rest() == b""
 
 
-async def test_many_who_ask_for_the_health_ask_the_engines_once(groups, client):
+async def test_many_who_ask_for_the_health_ask_the_engines_once(groups, client, monkeypatch):
     asked = []
-    groups.recorded.health = lambda: asked.append(1) or Health(["none"])
-    answers = await asyncio.gather(*(client.get("/health") for _ in range(5)))
-    assert {answer.status_code for answer in answers} == {503}
-    assert len(asked) < 5
+    answer = threading.Event()
+    waiting = Counter()
+    shield = asyncio.shield
+
+    def ask_the_engines():
+        asked.append(1)
+        answer.wait()
+        return Health(["none"])
+
+    def wait_for(task):
+        waiting[task] += 1
+        return shield(task)
+
+    groups.recorded.health = ask_the_engines
+    monkeypatch.setattr(asyncio, "shield", wait_for)
+    asking = [asyncio.create_task(client.get("/health")) for _ in range(5)]
+    await until(lambda: 5 in waiting.values())
+    answer.set()
+    assert {each.status_code for each in await asyncio.gather(*asking)} == {503}
+    assert len(asked) == 1
 
 
 async def test_without_descriptors_it_says_so_and_blames_no_engine(groups, monkeypatch):
