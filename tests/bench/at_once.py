@@ -29,14 +29,17 @@ SLEEP_SECONDS = 0.005
 _ASK = """curl -sSNf -o answer.txt -H 'content-type: application/json' -d \
 '{"model": "m", "stream": true, "messages": [{"role": "user", "content": "turn %d"}]}' \
 https://api.openai.com/v1/chat/completions"""
+# The process keeps its figures until the end, because it would stop in `print` once the pipe is full.
 _BESIDE = f"""
 import sys, threading, time
 over = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), over.set())).start()
+late = []
 while not over.is_set():
     before = time.monotonic()
     time.sleep({SLEEP_SECONDS})
-    print(time.monotonic() - before - {SLEEP_SECONDS})
+    late.append(time.monotonic() - before - {SLEEP_SECONDS})
+print(*late)
 """
 
 

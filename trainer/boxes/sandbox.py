@@ -297,7 +297,7 @@ class SandboxRuntime(HidingRuntime):
         for tool in self.tools:
             require_narrow(tool, spec.workspace)
         spec = replace(spec, limits=spec.limits.of_isolated())
-        bwrap = _find_bwrap()
+        bwrap = await finished_in(STARTS, _find_bwrap)
         async with made(lambda: write_etc(Path(tempfile.mkdtemp(prefix="rolltap-"))), remove_folder) as etc:
             yield SandboxBox(self, spec, etc, bwrap)
 

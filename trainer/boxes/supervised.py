@@ -226,14 +226,14 @@ class Supervised:
 
     async def wait(self) -> int:
         """Wait until the program and all that it left have ended. Return its status."""
-        if self.process.poll() is not None:
+        if self.process.returncode is not None:
             return self.process.returncode
         descriptor = os.pidfd_open(self.process.pid)
         try:
             await readable(descriptor)
         finally:
             os.close(descriptor)
-        return self.process.wait()
+        return await finished_in(STARTS, self.process.wait)
 
     def _read(self, message: bytes) -> int:
         answer: dict[str, Any] = json.loads(message or b'{"pid": 0}')  # the supervisor was killed: see its status

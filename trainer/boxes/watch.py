@@ -17,8 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rolltap.trainer.tasks.task import Limits
 
 _PAUSE_SECONDS = 0.25
 _BUSY_SHARE = 0.05
-"""Share of a core's time that polling may take, unless its pauses would get longer than these:"""
+"""Share of a core's time that looks at one thing may take, unless their pauses would get longer than these:"""
 _LONGEST_SECONDS = 2.0
 _LONGEST_DISK_SECONDS = 10.0
 _SLICE_SECONDS = 0.25
@@ -52,23 +52,22 @@ FindNow = Callable[[], list[psutil.Process]]
 async def exceeded(limits: Limits, find: Find, folders: Sequence[Path]) -> StopReason:
     """Return the first limit that the processes which `find` returns exceed together.
 
-    Memory is that of the processes, with shared pages divided among them, and of files that they hold open in memory
-    (memfd). Disk is the space of `folders`, and of deleted files that are open. Processes and memory are polled four
-    times a second, or every two seconds where that takes long; disk at least every ten seconds, and the time for
-    counting it. Between two polls a program may exceed a limit. System V shared memory and memory files on their way
-    through a socket are not seen.
+    Memory is that of the processes, with shared pages divided among them, and of files that they
+    hold open in memory (memfd). Disk is the space of `folders`, and of deleted files that are open.
+    All are polled four times a second. Where that takes long, or with many boxes, processes and
+    memory are polled every two seconds at least, and disk every ten seconds, beside the time for
+    counting it. Between two polls a program may exceed a limit. System V shared memory and memory
+    files on their way through a socket are not seen.
     """
     nameless = Nameless()
     own = partial(_find_now, find)
     looks: list[Coroutine[Any, Any, StopReason]] = []
     if limits.memory_gib is not None or limits.processes is not None:
-        look_over = partial(_processes_over, limits, own, nameless)
-        looks.append(_poll(look_over, _LONGEST_SECONDS, _threads("processes", 1)))
+        looks.append(_PROCESSES.repeat(partial(_processes_over, limits, own, nameless)))
     if limits.memory_gib is not None or limits.disk_gib is not None:
-        looks.append(_poll(partial(nameless.look, own), _LONGEST_SECONDS, _threads("open-files", 1)))
+        looks.append(_OPEN_FILES.repeat(partial(nameless.look, own)))
     if limits.disk_gib is not None:
-        look = partial(_disk_over, limits.disk_gib * _GIB, folders, nameless)
-        looks.append(_poll(look, _LONGEST_DISK_SECONDS, _threads("disk", _DISK_THREADS)))
+        looks.append(_DISK.repeat(partial(_disk_over, limits.disk_gib * _GIB, folders, nameless)))
     if not looks:
         await asyncio.Event().wait()
     tasks = [asyncio.create_task(look) for look in looks]
@@ -206,28 +205,45 @@ def out_of_memory_kills(pid: int) -> int:
     return kills
 
 
-async def _poll(look: Callable[[], StopReason | None], longest: float, threads: Executor) -> StopReason:
-    """Call `look` in `threads` again and again until it returns a reason, with pauses of up to `longest` seconds."""
-    while True:
-        begin = time.monotonic()
-        reason = await asyncio.get_running_loop().run_in_executor(threads, look)
-        if reason is not None:
-            return reason
-        await asyncio.sleep(pause_after(time.monotonic() - begin, longest))
+class _Poller:
+    """Looks at one thing of all boxes, in threads of their own: they keep no other work waiting."""
+
+    def __init__(self, name: str, threads: int, longest: float) -> None:
+        self._threads = ThreadPoolExecutor(threads, f"rolltap-{name}")
+        self._longest = longest
+        self._boxes = 0
+
+    async def repeat(self, look: Callable[[], StopReason | None]) -> StopReason:
+        """Call `look` again and again until it returns a reason, with pauses: see `pause_after`."""
+        loop = asyncio.get_running_loop()
+        self._boxes += 1
+        try:
+            while True:
+                reason, seconds = await loop.run_in_executor(self._threads, _timed, look)
+                if reason is not None:
+                    return reason
+                await asyncio.sleep(pause_after(seconds, self._boxes, self._longest))
+        finally:
+            self._boxes -= 1
 
 
-def pause_after(seconds: float, longest: float) -> float:
-    """Return the pause after a look that took `seconds`."""
-    return min(max(_PAUSE_SECONDS, seconds / _BUSY_SHARE), longest)
+def _timed(look: Callable[[], StopReason | None]) -> tuple[StopReason | None, float]:
+    begin = time.monotonic()
+    reason = look()
+    return reason, time.monotonic() - begin
 
 
-@cache
-def _threads(what: str, number: int) -> Executor:
-    """Return threads of their own for the looks at `what` of all boxes.
+def pause_after(seconds: float, boxes: int, longest: float) -> float:
+    """Return the pause after a look that took `seconds`, where so many boxes are looked at.
 
-    They keep nothing waiting: neither other looks nor other work in threads.
+    The looks at all boxes share `_BUSY_SHARE` of a core, unless the pause would be over `longest` seconds.
     """
-    return ThreadPoolExecutor(number, f"rolltap-{what}")
+    return min(max(_PAUSE_SECONDS, seconds * boxes / _BUSY_SHARE), longest)
+
+
+_PROCESSES = _Poller("processes", 1, _LONGEST_SECONDS)
+_OPEN_FILES = _Poller("open-files", 1, _LONGEST_SECONDS)
+_DISK = _Poller("disk", _DISK_THREADS, _LONGEST_DISK_SECONDS)
 
 
 def _processes_over(limits: Limits, find: FindNow, nameless: "Nameless") -> StopReason | None:

@@ -121,10 +121,15 @@ async def judge(job: JudgeJob) -> Judged:
         changes = await in_folder_thread(find_changes, job.start.folder, job.result.workspace, digest=job.start.digest)
     except TooMuchError as error:
         return Judged(reward=worst_reward(spec), evidence={"judge": spec.kind, "too_much": str(error)})
+    await in_folder_thread(_keep, changes, job)
+    return await judge_changes(dataclasses.replace(job, changes=changes))
+
+
+def _keep(changes: Changes, job: JudgeJob) -> None:
+    assert job.result is not None
     (job.logs / f"{job.name}.diff").write_text(changes.diff, encoding="utf-8")
     archive = job.logs / f"{job.name}{SUFFIX}"
-    await in_folder_thread(keep_changes, changes, job.start, job.result.workspace, archive)
-    return await judge_changes(dataclasses.replace(job, changes=changes))
+    keep_changes(changes, job.start, job.result.workspace, archive)
 
 
 async def judge_changes(job: JudgeJob) -> Judged:

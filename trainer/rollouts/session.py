@@ -371,12 +371,12 @@ async def _prepared(
 
     def copy() -> None:
         loop.call_soon_threadsafe(begin)
+        made.home.mkdir(parents=True)
         start.copy_to(made.workspace)
 
     async with AsyncExitStack() as stack:
         try:
             async with limit:
-                made.home.mkdir(parents=True)
                 await in_folder_thread(copy)
                 box = await stack.enter_async_context(runtime.box(spec))
         except TimeoutError as error:

@@ -138,7 +138,12 @@ def test_a_table_has_the_children_of_children_and_the_processes_of_a_namespace()
 
 @pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.25), (0.05, 1.0), (1.0, 2.0), (1000.0, 2.0)])
 def test_no_look_makes_the_pause_after_it_long(seconds, pause):
-    assert pause_after(seconds, 2.0) == pause
+    assert pause_after(seconds, 1, 2.0) == pause
+
+
+@pytest.mark.parametrize(("boxes", "pause"), [(1, 0.25), (10, 2.0), (40, 8.0), (256, 10.0)])
+def test_the_looks_at_many_boxes_take_no_more_of_a_core_than_the_looks_at_one(boxes, pause):
+    assert pause_after(0.01, boxes, 10.0) == pause
 
 
 async def test_a_box_without_limits_is_not_looked_at():
