@@ -1,4 +1,5 @@
-"""Real boxes for tests: sandboxes of bubblewrap, containers of Podman and of a Docker daemon, and images for them."""
+"""Real boxes for tests: sandboxes of bubblewrap, containers of Podman and of a Docker daemon, and
+images for them."""
 
 import functools
 import os
@@ -42,10 +43,11 @@ def require_podman() -> None:
 
 @contextmanager
 def docker_daemon() -> Iterator[str]:
-    """Run a Docker daemon of the tests' own, and yield the address of its socket. Skips the test where it cannot run.
+    """Run a Docker daemon of the tests' own, and yield the address of its socket. Skips the test
+    where it cannot run.
 
-    It makes no bridge and no rules of a firewall: containers have the network `none`, and nothing of this machine
-    changes.
+    It makes no bridge and no rules of a firewall: containers have the network `none`, and nothing
+    of this machine changes.
     """
     if not shutil.which("dockerd") or not shutil.which("docker"):
         pytest.skip("Docker is not installed: apt-get install docker.io")
@@ -54,17 +56,29 @@ def docker_daemon() -> Iterator[str]:
     with scratch_folder() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
         ready.bind(str(folder / "ready"))
         host = f"unix://{folder}/docker.sock"
-        command = ["dockerd", "--storage-driver", "vfs", "--bridge", "none", "--iptables=false", "--ip6tables=false"]
+        command = [
+            "dockerd",
+            "--storage-driver",
+            "vfs",
+            "--bridge",
+            "none",
+            "--iptables=false",
+            "--ip6tables=false",
+        ]
         for option, name in {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}.items():
             command += [f"--{option}", str(folder / name)]
         environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "ready")}
         with (folder / "log").open("wb") as log:
-            daemon = subprocess.Popen([*command, "--host", host], env=environment, stdout=log, stderr=log)
+            daemon = subprocess.Popen(
+                [*command, "--host", host], env=environment, stdout=log, stderr=log
+            )
         ended = os.pidfd_open(daemon.pid)
         try:
             select.select([ready, ended], [], [], 60)
             if not select.select([ready], [], [], 0)[0]:
-                pytest.skip(f"dockerd does not start: {(folder / 'log').read_text().strip()[-500:]}")
+                pytest.skip(
+                    f"dockerd does not start: {(folder / 'log').read_text().strip()[-500:]}"
+                )
             yield host
         finally:
             os.close(ended)
@@ -74,10 +88,17 @@ def docker_daemon() -> Iterator[str]:
 
 @contextmanager
 def imported(root: Path, engine: Sequence[str], *changes: str) -> Iterator[str]:
-    """Make an image of a root folder, with changes like `ENV A=1`, and yield its name. It is removed at the end."""
+    """Make an image of a root folder, with changes like `ENV A=1`, and yield its name. It is
+    removed at the end."""
     archive, name = root.with_suffix(".tar"), f"localhost/rolltap-test-{secrets.token_hex(6)}"
     subprocess.run(["tar", "-C", root, "-cf", archive, "."], check=True)
-    command = [*engine, "import", *(word for change in changes for word in ("--change", change)), archive, name]
+    command = [
+        *engine,
+        "import",
+        *(word for change in changes for word in ("--change", change)),
+        archive,
+        name,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     try:
         yield name
@@ -86,7 +107,8 @@ def imported(root: Path, engine: Sequence[str], *changes: str) -> Iterator[str]:
 
 
 def copy_programs(root: Path, *names: str) -> None:
-    """Copy programs of this machine into the folder `programs` of a root folder, with their libraries.
+    """Copy programs of this machine into the folder `programs` of a root folder, with their
+    libraries.
 
     The shell is in `bin` too.
     """
@@ -113,7 +135,8 @@ def wait_until_dead(pid: int) -> bool:
 
 
 def accept_with(answer: Callable[[socket.socket], None]):
-    """Return a stand-in of a recorder for `BoxSpec.accept`. `answer` gets each connection in a thread of its own."""
+    """Return a stand-in of a recorder for `BoxSpec.accept`. `answer` gets each connection in a
+    thread of its own."""
 
     def answer_and_close(client: socket.socket) -> None:
         with client:
@@ -151,7 +174,8 @@ def spec_in(folder: Path, **fields) -> BoxSpec:
 
 
 def make_spec(folder: Path, **settings) -> BoxSpec:
-    """Return a box with a workspace, a home, and a root folder of links to this machine's /usr, all below `folder`."""
+    """Return a box with a workspace, a home, and a root folder of links to this machine's /usr, all
+    below `folder`."""
     for name in ("workspace", "home", "root"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir(parents=True)
@@ -167,8 +191,12 @@ def make_docker_spec(folder: Path, **settings) -> BoxSpec:
     """Return such a box with an image of Docker, which is as empty as the root folder."""
     spec = make_spec(folder, **settings)
     image = f"localhost/rolltap-test-{spec.name}"
-    packed = subprocess.run(["tar", "-C", folder / "root", "-c", "."], check=True, capture_output=True).stdout
-    subprocess.run(["docker", "import", "-", image], input=packed, check=True, stdout=subprocess.DEVNULL)
+    packed = subprocess.run(
+        ["tar", "-C", folder / "root", "-c", "."], check=True, capture_output=True
+    ).stdout
+    subprocess.run(
+        ["docker", "import", "-", image], input=packed, check=True, stdout=subprocess.DEVNULL
+    )
     return replace(spec, image=image)
 
 

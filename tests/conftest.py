@@ -1,4 +1,5 @@
-"""The real parts that tests share. A part that is not installed skips its tests by name; tests/run.sh installs them."""
+"""The real parts that tests share. A part that is not installed skips its tests by name;
+tests/run.sh installs them."""
 
 import os
 import secrets
@@ -29,11 +30,14 @@ QUICKSTART = ROOT / "recipes" / "quickstart"
 
 
 def pytest_configure(config):
-    """Give `datasets`, which test modules import later, a cache of the tests' own. Downloaded models stay in theirs."""
+    """Give `datasets`, which test modules import later, a cache of the tests' own. Downloaded
+    models stay in theirs."""
     cache = tempfile.TemporaryDirectory(prefix="rolltap-tests-")
     config.add_cleanup(cache.cleanup)
     os.environ["HF_DATASETS_CACHE"] = cache.name
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # else it warns when its AsyncGRPOTrainer is imported
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = (
+        "1"  # else it warns when its AsyncGRPOTrainer is imported
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -45,7 +49,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory) -> Path:
-    """Return a folder with only the tokenizer of the quickstart's model. A recorder needs no more."""
+    """Return a folder with only the tokenizer of the quickstart's model. A recorder needs no
+    more."""
     sys.path.insert(0, str(QUICKSTART))
     try:
         import words
@@ -71,7 +76,8 @@ def small_disk():
         prefix = ["unshare", options]
         if (
             shutil.which("unshare")
-            and subprocess.run([*command("1m", "/mnt"), "true"], capture_output=True).returncode == 0
+            and subprocess.run([*command("1m", "/mnt"), "true"], capture_output=True).returncode
+            == 0
         ):
             return command
     pytest.skip("this machine lets nobody mount a small disk")
@@ -79,7 +85,8 @@ def small_disk():
 
 @pytest.fixture(scope="session")
 def docker() -> Iterator[None]:
-    """Name a Docker daemon of the tests' own in the environment. Skips the test where none can run."""
+    """Name a Docker daemon of the tests' own in the environment. Skips the test where none can
+    run."""
     with docker_daemon() as host, pytest.MonkeyPatch.context() as environment:
         environment.setenv("DOCKER_HOST", host)
         yield
@@ -100,14 +107,18 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def save_tokenizer(tokenizer_folder):
-    """Return a function that saves the tokenizer in a folder, with another chat template and `more` special tokens.
+    """Return a function that saves the tokenizer in a folder, with another chat template and `more`
+    special tokens.
 
     It returns the folder as text.
     """
 
     def save(folder, template, more=()):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in more], special_tokens=True)
+        tokenizer.add_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in more],
+            special_tokens=True,
+        )
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
         return str(folder)
@@ -134,7 +145,9 @@ def vllm_program() -> str:
     """Return the command of vLLM. Skips the test when it is not installed."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
-        pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
+        pytest.skip(
+            f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM"
+        )
     return vllm
 
 
@@ -151,10 +164,17 @@ def free_port() -> int:
 
 @contextmanager
 def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
-    """Run a vLLM server with LoRA loading, for one step ahead. Skips the test when vLLM is not installed."""
+    """Run a vLLM server with LoRA loading, for one step ahead. Skips the test when vLLM is not
+    installed."""
     vllm = vllm_program()
     port = free_port()
-    settings = {"max_model_len": context, "lora_rank": 8, "max_staleness": 1, "log": log, "extra": extra}
+    settings = {
+        "max_model_len": context,
+        "lora_rank": 8,
+        "max_staleness": 1,
+        "log": log,
+        "extra": extra,
+    }
     server = EngineServer(str(model), vllm=vllm, port=port, **settings)
     with server:
         engine = RunningEngine(server, model)
@@ -166,31 +186,39 @@ def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterato
 def engine_key(tmp_path_factory) -> Iterator[None]:
     """Name a key file in the environment, which all engines and their clients use.
 
-    Without vLLM it skips before: nobody would write the file, and the tests of scripted engines that follow read it.
+    Without vLLM it skips before: nobody would write the file, and the tests of scripted engines
+    that follow read it.
     """
     vllm_program()
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path_factory.mktemp("key") / "engine.key"))
+        environment.setenv(
+            "ROLLTAP_ENGINE_KEY_FILE", str(tmp_path_factory.mktemp("key") / "engine.key")
+        )
         yield
 
 
 @pytest.fixture(scope="session")
 def engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield a vLLM server with the tiny model. Tests that publish must restore its weights."""
-    with running_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "vllm.log", CONTEXT) as engine:
+    with running_engine(
+        tiny_model, tmp_path_factory.mktemp("vllm") / "vllm.log", CONTEXT
+    ) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def second_engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield another server like `engine`. Tests that publish must restore its weights."""
-    with running_engine(tiny_model, tmp_path_factory.mktemp("second-vllm") / "vllm.log", 4096) as second:
+    with running_engine(
+        tiny_model, tmp_path_factory.mktemp("second-vllm") / "vllm.log", 4096
+    ) as second:
         yield second
 
 
 @pytest.fixture(scope="module")  # an engine takes 2 GB
 def qwen35_engine(engine_key, tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]:
-    """Yield a vLLM server with a tiny Qwen3.5, by its defaults. Tests that publish must restore its weights."""
+    """Yield a vLLM server with a tiny Qwen3.5, by its defaults. Tests that publish must restore its
+    weights."""
     folder = tmp_path_factory.mktemp("qwen35")
     from tests import tiny_checkpoints  # needs torch, which not every environment of the tests has
 

@@ -1,6 +1,8 @@
-"""The two sizes of the suite. The deep one has every case; the short one has one case of each kind, and every property.
+"""The two sizes of the suite. The deep one has every case; the short one has one case of each kind,
+and every property.
 
-`tests/run.sh --deep` sets `ROLLTAP_DEEP`. What has the mark `deep` runs there only; another test covers its property.
+`tests/run.sh --deep` sets `ROLLTAP_DEEP`. What has the mark `deep` runs there only; another test
+covers its property.
 """
 
 import os
@@ -16,12 +18,16 @@ SHORT_EXAMPLES = 40
 def examples(number: int, **others) -> settings:
     """Return the settings of a property with `number` examples in the deep suite."""
     return settings(
-        max_examples=number if DEEP else min(number, SHORT_EXAMPLES), deadline=None, derandomize=not DEEP, **others
+        max_examples=number if DEEP else min(number, SHORT_EXAMPLES),
+        deadline=None,
+        derandomize=not DEEP,
+        **others,
     )
 
 
 def cases(every: Iterable, *short: int) -> list:
-    """Return all cases in the deep suite, and those at the places `short` otherwise: the first without any."""
+    """Return all cases in the deep suite, and those at the places `short` otherwise: the first
+    without any."""
     found = list(every)
     return found if DEEP else [found[i] for i in short or (0,)]
 

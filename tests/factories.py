@@ -1,4 +1,5 @@
-"""Calls, sessions and runs for tests. A test names the fields that it is about; all others are sound and fixed."""
+"""Calls, sessions and runs for tests. A test names the fields that it is about; all others are
+sound and fixed."""
 
 import json
 from collections.abc import Sequence
@@ -27,12 +28,17 @@ def make_call(
 ) -> Call:
     """Return a call of session "s". A number as its name is also the second at which it starts.
 
-    With `after` it continues that call, in its session: `prompt_ids` are the new tokens. Log-probabilities are exact in
-    float32; calls with different numbers have different ones, so they identify the tokens of a session.
+    With `after` it continues that call, in its session: `prompt_ids` are the new tokens.
+    Log-probabilities are exact in float32; calls with different numbers have different ones, so
+    they identify the tokens of a session.
     """
     number = name if isinstance(name, int) else 0
     known = [*after.prompt_ids, *after.completion_ids] if after else []
-    continued = {"parent_id": after.call_id, "prefix_length": len(known), "kind": "bridged"} if after else {}
+    continued = (
+        {"parent_id": after.call_id, "prefix_length": len(known), "kind": "bridged"}
+        if after
+        else {}
+    )
     defaults = {
         "call_id": str(name),
         "session_id": after.session_id if after else "s",
@@ -45,7 +51,8 @@ def make_call(
 
 
 def make_session(session_id: str = "s", status: str = "completed", **fields) -> Session:
-    """Return a row of a session of task "t", group "g" and harness "h", with reward 1 if the status has one."""
+    """Return a row of a session of task "t", group "g" and harness "h", with reward 1 if the status
+    has one."""
     defaults = {
         "task_id": "t",
         "group_id": "g",
@@ -57,13 +64,17 @@ def make_session(session_id: str = "s", status: str = "completed", **fields) -> 
     return Session(session_id=session_id, status=status, **{**defaults, **fields})
 
 
-def write_run(run: Path, *rows: Call | Session | Event | Routing | Score, sync: str = "session", **metadata) -> Path:
+def write_run(
+    run: Path, *rows: Call | Session | Event | Routing | Score, sync: str = "session", **metadata
+) -> Path:
     """Write metadata and rows to a run folder and return the folder."""
     write_metadata(run, {"model": "tiny", **metadata})
     return add_rows(run, *rows, sync=sync)
 
 
-def add_rows(run: Path, *rows: Call | Session | Event | Routing | Score, sync: str = "session") -> Path:
+def add_rows(
+    run: Path, *rows: Call | Session | Event | Routing | Score, sync: str = "session"
+) -> Path:
     """Add rows, in this order, to a run that has metadata. Returns its folder."""
     with RunWriter(run, sync=sync) as writer:
         add = {
@@ -79,7 +90,8 @@ def add_rows(run: Path, *rows: Call | Session | Event | Routing | Score, sync: s
 
 
 def says(content: str = "", *commands: str) -> str:
-    """Return the JSON of an assistant message that calls the tool `bash` with each command, for `Call.reply`."""
+    """Return the JSON of an assistant message that calls the tool `bash` with each command, for
+    `Call.reply`."""
     message: dict = {"role": "assistant", "content": content}
     if commands:
         message["tool_calls"] = [

@@ -20,7 +20,8 @@ _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
 class SshMachine:
-    """A machine whose files are below `folder`. `through` is a command before sshd's, as of a slow line."""
+    """A machine whose files are below `folder`. `through` is a command before sshd's, as of a slow
+    line."""
 
     def __init__(self, folder: Path) -> None:
         if _SSHD is None:

@@ -19,13 +19,16 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
 
 def start_mitmdump(*options, settings, log, env, command=()):
-    """Start mitmdump, one of whose scripts announces its address. Return the process and the address, or None."""
+    """Start mitmdump, one of whose scripts announces its address. Return the process and the
+    address, or None."""
     ready, told = os.pipe()
     command = [*command, MITMDUMP, *options]
     for name, value in {**settings, "rolltap_ready": f"/dev/fd/{told}"}.items():
         command += ["--set", f"{name}={value}"]
     with log.open("a") as output:
-        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output, env=env, pass_fds=[told])
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=output, env=env, pass_fds=[told]
+        )
     os.close(told)
     with open(ready) as pipe:
         line = pipe.readline()

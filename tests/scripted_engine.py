@@ -1,4 +1,5 @@
-"""The doctor's scripted engine with what tests need: queued replies, failures, a key, adapters, held tokens."""
+"""The doctor's scripted engine with what tests need: queued replies, failures, a key, adapters,
+held tokens."""
 
 import asyncio
 import io
@@ -29,7 +30,8 @@ class Say(scripted_engine.Say):
 
 @dataclass
 class Answer:
-    """A reply of a status and a body instead of tokens. With status 200 a text is an event of a stream."""
+    """A reply of a status and a body instead of tokens. With status 200 a text is an event of a
+    stream."""
 
     status: int
     body: str | bytes
@@ -53,20 +55,25 @@ PAUSED = {
 
 
 class ScriptedEngine(scripted_engine.ScriptedEngine):
-    """It gives `replies` in order, then those of `otherwise`. With a `key`, every path but /health requires it."""
+    """It gives `replies` in order, then those of `otherwise`. With a `key`, every path but /health
+    requires it."""
 
     def __init__(self, tokenizer, *, max_model_len=8192, key=None, port=0):
         super().__init__(tokenizer, max_model_len=max_model_len, port=port)
         self.key = key
         self.adapters: set[str] | None = None
-        """Names of the loaded adapters. A generation for another name gets vLLM's 404. None: every name is one."""
+        """Names of the loaded adapters. A generation for another name gets vLLM's 404. None: every
+        name is one."""
         self.paused = False
-        """True to refuse generations, as vLLM 0.33 does between `/pause?mode=wait` and `/resume`."""
+        """True to refuse generations, as vLLM 0.33 does between `/pause?mode=wait` and `/resume`.
+        """
         self.tokenize_status = 200
         self.weight_version: str | None = "default"
-        """Name of the base weights as `/weight_info` tells it. None: the engine has no such route."""
+        """Name of the base weights as `/weight_info` tells it. None: the engine has no such route.
+        """
         self.deaf = False
-        """True to accept connections and requests from now on and say nothing, not even to /health."""
+        """True to accept connections and requests from now on and say nothing, not even to /health.
+        """
         self.answers: dict[str, Answer] = {}
         """Path -> what every request to it gets."""
         self.asked: list[str] = []
@@ -129,7 +136,13 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
             reply = Answer(200, json.dumps({"error": PAUSED}))
         else:
             self.requests.append(body)
-            reply = self.replies.popleft() if self.replies else self.otherwise(body) if self.otherwise else None
+            reply = (
+                self.replies.popleft()
+                if self.replies
+                else self.otherwise(body)
+                if self.otherwise
+                else None
+            )
         if reply is None:
             reply = Answer(500, "the script is over")
         if isinstance(reply, Answer) and (reply.status != 200 or isinstance(reply.body, bytes)):

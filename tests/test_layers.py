@@ -13,7 +13,13 @@ LAYERS = [
     ["addons.dialects", "trainer.engine.in_vllm", "trainer.boxes.inside"],
     ["addons.store", "trainer", "trainer.models"],
     ["addons.engine", "addons.prompts", "trainer.tasks", "trainer.traces"],
-    ["addons.endpoint", "trainer.engine", "trainer.runs", "trainer.runs.exports", "trainer.runs.suspicions"],
+    [
+        "addons.endpoint",
+        "trainer.engine",
+        "trainer.runs",
+        "trainer.runs.exports",
+        "trainer.runs.suspicions",
+    ],
     ["addons.recorder", "trainer.runs.views", "trainer.training.step"],
     ["addons.proxy", "trainer.boxes"],
     ["addons", "trainer.judges", "trainer.viewer"],
@@ -25,9 +31,9 @@ LAYERS = [
     ["trainer.cli"],
     ["__main__"],
 ]
-"""Layers of folders from the lowest to the highest. A folder imports folders of lower layers and no other of its own.
-`addons` and `trainer` are the files directly in these folders, without `LEAVES`. The packages of one API belong to
-`addons.dialects`."""
+"""Layers of folders from the lowest to the highest. A folder imports folders of lower layers and no
+other of its own. `addons` and `trainer` are the files directly in these folders, without `LEAVES`.
+The packages of one API belong to `addons.dialects`."""
 LEAVES = {
     ROOT / "addons" / f"{name}.py": f"addons.{name}"
     for name in ("errors", "concurrency", "hosts", "options", "secret", "recorder")
@@ -56,7 +62,8 @@ def folder_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[Path]:
-    """Return the files that a file imports, also within functions. The packages around them are left out."""
+    """Return the files that a file imports, also within functions. The packages around them are
+    left out."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -98,7 +105,11 @@ def test_the_recorder_imports_nothing_of_the_trainer():
 
 def test_the_command_line_is_written_on_the_public_page():
     allowed = {"trainer.public", "trainer.cli", "trainer", "addons.errors"}
-    assert {folder_of(other) for path in (ROOT / "trainer" / "cli").glob("*.py") for other in ARROWS[path]} <= allowed
+    assert {
+        folder_of(other)
+        for path in (ROOT / "trainer" / "cli").glob("*.py")
+        for other in ARROWS[path]
+    } <= allowed
 
 
 def test_no_folder_has_more_than_fourteen_files():

@@ -1,8 +1,9 @@
 """A run that an earlier version recorded (schema 5) opens, resumes and exports as it did then.
 
-`stored_run/run` has three tasks of two sessions: `right` was rewarded, `fails` ended with status 3, and the rollout was
-killed while the first session of `waits` ran. `stored_run/exports` is what the version that recorded it made of it, and
-`stored_run/training.json` what it wrote of a training with `RECIPE`.
+`stored_run/run` has three tasks of two sessions: `right` was rewarded, `fails` ended with status 3,
+and the rollout was killed while the first session of `waits` ran. `stored_run/exports` is what the
+version that recorded it made of it, and `stored_run/training.json` what it wrote of a training with
+`RECIPE`.
 """
 
 import json
@@ -25,7 +26,10 @@ from tests.trainer.cli.program import run_rolltap as run_rolltap
 
 STORED = Path(__file__).with_name("stored_run")
 EXPORTS = STORED / "exports"
-ASK = "import httpx; httpx.post('https://api.openai.com/v1/chat/completions', json={'messages': []}, timeout=60)"
+ASK = (
+    "import httpx; httpx.post('https://api.openai.com/v1/chat/completions', json={'messages': []},"
+    " timeout=60)"
+)
 
 RECIPE = """
 model = "/models/Qwen3-4B"
@@ -77,41 +81,63 @@ def test_its_dataset_is_the_same(run, tmp_path):
 
 def test_its_traces_and_their_ledger_are_the_same(run, tmp_path):
     printed = run_rolltap("traces", run, "--json", "--ledger", tmp_path / "ledger").stdout
-    assert [json.loads(line) for line in printed.splitlines()] == read_json(EXPORTS / "traces.jsonl")
+    assert [json.loads(line) for line in printed.splitlines()] == read_json(
+        EXPORTS / "traces.jsonl"
+    )
     assert read_json(tmp_path / "ledger") == read_json(EXPORTS / "ledger.json")
 
 
 def test_only_what_is_missing_of_its_groups_is_run():
     keys = group_keys(STORED / "run")
-    recorded = Recorded([*load_sessions(STORED / "run").values(), *interrupted_sessions(STORED / "run")])
+    recorded = Recorded(
+        [*load_sessions(STORED / "run").values(), *interrupted_sessions(STORED / "run")]
+    )
     missing = {}
     for name in ("right", "fails", "waits"):
-        group = recorded.group(rolltap.Task(id=name, instruction="-", evaluate=["true"]), keys[name], 2, further=False)
+        group = recorded.group(
+            rolltap.Task(id=name, instruction="-", evaluate=["true"]), keys[name], 2, further=False
+        )
         missing[name] = recorded.missing(group).session_ids
-    assert missing == {"right": [], "fails": [], "waits": ["waits-2dfec203.0-0~1", "waits-2dfec203.0-1"]}
+    assert missing == {
+        "right": [],
+        "fails": [],
+        "waits": ["waits-2dfec203.0-0~1", "waits-2dfec203.0-1"],
+    }
 
 
 def test_a_rollout_goes_on_with_its_groups_unless_a_part_of_their_key_changed(
     run, scripted_engine, tokenizer_folder, tmp_path
 ):
     scripted_engine.otherwise = lambda request: Say("Hello")
-    task = {"id": "right", "instruction": "List the files.", "evaluate": ["sh", "-c", "cat answer.txt"]}
+    task = {
+        "id": "right",
+        "instruction": "List the files.",
+        "evaluate": ["sh", "-c", "cat answer.txt"],
+    }
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
     harness = f"name = 'stored'\nprogram = '{sys.executable}'\nheadless = ['-c', {json.dumps(ASK)}]"
     (tmp_path / "stored.toml").write_text(harness)
     where = ("--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    done = run_rolltap("rollout", tmp_path / "tasks.jsonl", "--harness", tmp_path / "stored.toml", "-n", 1, *where)
+    done = run_rolltap(
+        "rollout", tmp_path / "tasks.jsonl", "--harness", tmp_path / "stored.toml", "-n", 1, *where
+    )
     (line,) = (line for line in done.stderr.splitlines() if "changed" in line)
     # the harness, the model and the judge are others here; the limits and all else are the same
     changed = line.rpartition(": ")[2].removesuffix(" changed").split(", ")
-    assert {"harness", "model", "task"} <= set(changed) <= {"harness", "model", "task", "program", "harness_version"}
+    assert (
+        {"harness", "model", "task"}
+        <= set(changed)
+        <= {"harness", "model", "task", "program", "harness_version"}
+    )
 
 
 def test_a_training_that_was_begun_goes_on(tmp_path):
     shutil.copytree(STORED, tmp_path, dirs_exist_ok=True)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "recipe.toml")
-    begun = online_fingerprint(recipe, rolltap.load_tasks(recipe.tasks), Harness.load(str(recipe.harness)), 0)
+    begun = online_fingerprint(
+        recipe, rolltap.load_tasks(recipe.tasks), Harness.load(str(recipe.harness)), 0
+    )
     require_same_fingerprint("the run", json.loads((STORED / "training.json").read_text()), begun)
 
 

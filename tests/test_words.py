@@ -7,11 +7,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FORBIDDEN = ("What", "Those")
 """First words with which a docstring does not name its subject."""
-FILES = [path for folder in ("addons", "trainer", "recipes", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+FILES = [
+    path
+    for folder in ("addons", "trainer", "recipes", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 def docstrings(tree):
-    """Yield the line and text of every string that stands alone: of a module, class, function or attribute."""
+    """Yield the line and text of every string that stands alone: of a module, class, function or
+    attribute."""
     for node in ast.walk(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
@@ -29,11 +34,14 @@ def test_no_docstring_begins_with_a_forbidden_word():
 
 
 def fields_within_a_line(node):
-    """Yield the fields of a class whose description does not begin a line of the class's docstring."""
+    """Yield the fields of a class whose description does not begin a line of the class's
+    docstring."""
     _, _, described = (ast.get_docstring(node) or "").partition("\nAttributes:\n")
     for statement in node.body:
         match statement:
-            case ast.AnnAssign(target=ast.Name(id=name)) if re.search(rf"[.;] {name}:(\s|$)", described, re.MULTILINE):
+            case ast.AnnAssign(target=ast.Name(id=name)) if re.search(
+                rf"[.;] {name}:(\s|$)", described, re.MULTILINE
+            ):
                 yield name
 
 

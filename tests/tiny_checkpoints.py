@@ -32,23 +32,29 @@ TEXT = {
 
 
 def qwen3(folder: Path, tokenizer_folder: Path, *, tied: bool, shard: str = "5GB") -> Path:
-    """Write a Qwen3 model with two layers. Return `folder`. `shard` is the largest size of a weights file."""
+    """Write a Qwen3 model with two layers. Return `folder`. `shard` is the largest size of a
+    weights file."""
     text = _text(tokenizer_folder, num_hidden_layers=2, head_dim=16, tie_word_embeddings=tied)
     return _write(folder, tokenizer_folder, lambda: Qwen3ForCausalLM(Qwen3Config(**text)), shard)
 
 
 def qwen3_moe(folder: Path, tokenizer_folder: Path) -> Path:
-    """Write a Qwen3 model with experts, which transformers keeps in one tensor a layer and writes one by one."""
+    """Write a Qwen3 model with experts, which transformers keeps in one tensor a layer and writes
+    one by one."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     text = _text(tokenizer_folder, num_hidden_layers=2, head_dim=16, tie_word_embeddings=False)
-    return _write(folder, tokenizer_folder, lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**text, **experts)))
+    return _write(
+        folder, tokenizer_folder, lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**text, **experts))
+    )
 
 
 def qwen35(folder: Path, tokenizer_folder: Path, *, tied: bool = False, shard: str = "5GB") -> Path:
-    """Write a Qwen3.5 model with a vision tower: three layers of linear attention and one of full attention.
+    """Write a Qwen3.5 model with a vision tower: three layers of linear attention and one of full
+    attention.
 
-    vLLM's linear attention on CPU needs heads of 64 and bfloat16. As in the published checkpoints, there are weights of
-    a layer for speculative decoding (`mtp.`), which transformers does not load.
+    vLLM's linear attention on CPU needs heads of 64 and bfloat16. As in the published checkpoints,
+    there are weights of a layer for speculative decoding (`mtp.`), which transformers does not
+    load.
     """
     linear = {
         "linear_num_key_heads": 2,
@@ -56,7 +62,9 @@ def qwen35(folder: Path, tokenizer_folder: Path, *, tied: bool = False, shard: s
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
     }
-    text = _text(tokenizer_folder, num_hidden_layers=4, head_dim=64, tie_word_embeddings=tied, **linear)
+    text = _text(
+        tokenizer_folder, num_hidden_layers=4, head_dim=64, tie_word_embeddings=tied, **linear
+    )
     vision = {
         "depth": 2,
         "hidden_size": 32,
@@ -67,10 +75,14 @@ def qwen35(folder: Path, tokenizer_folder: Path, *, tied: bool = False, shard: s
     }
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = {name: text["vocab_size"] - place for place, name in enumerate(names, 1)}
-    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens)
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens
+    )
     _write(folder, tokenizer_folder, lambda: Qwen3_5ForConditionalGeneration(config), shard)
     file = max(folder.glob("*.safetensors"))
-    save_file(load_file(file) | {"mtp.fc.weight": torch.randn(64, 128)}, file, metadata={"format": "pt"})
+    save_file(
+        load_file(file) | {"mtp.fc.weight": torch.randn(64, 128)}, file, metadata={"format": "pt"}
+    )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         written = json.loads(index.read_text())
@@ -80,7 +92,8 @@ def qwen35(folder: Path, tokenizer_folder: Path, *, tied: bool = False, shard: s
 
 
 def gemma3(folder: Path, tokenizer_folder: Path) -> Path:
-    """Write a Gemma 3 model with a vision tower. transformers has no class for the text part of its checkpoints."""
+    """Write a Gemma 3 model with a vision tower. transformers has no class for the text part of its
+    checkpoints."""
     text = _text(tokenizer_folder, num_hidden_layers=2, head_dim=16, sliding_window=32)
     vision = {
         "hidden_size": 32,
@@ -104,7 +117,11 @@ def gemma3(folder: Path, tokenizer_folder: Path) -> Path:
 
 def _text(tokenizer_folder: Path, **values) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    tokens = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     return {**TEXT, "vocab_size": len(tokenizer), **tokens, **values}
 
 
@@ -114,7 +131,9 @@ def _write(folder: Path, tokenizer_folder: Path, make, shard: str = "5GB") -> Pa
     model.save_pretrained(folder, max_shard_size=shard)
     AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
     if model.config.get_text_config() is not model.config:
-        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps({"image_processor_type": "Qwen2VLImageProcessor"})
+        )
     return folder
 
 
@@ -126,13 +145,16 @@ COUNT, SUBMIT = (
 
 
 def counting_qwen35(folder: Path, tokenizer_folder: Path) -> Path:
-    """Write a Qwen3.5 with the tokenizer of one that drives mini-swe-agent through the quickstart's task.
+    """Write a Qwen3.5 with the tokenizer of one that drives mini-swe-agent through the quickstart's
+    task.
 
-    The next token depends on the last one only: each turn is a call, of `COUNT` or of `SUBMIT` alike. So about half of
-    the sessions succeed, and training can improve the rest.
+    The next token depends on the last one only: each turn is a call, of `COUNT` or of `SUBMIT`
+    alike. So about half of the sessions succeed, and training can improve the rest.
     """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (".\n\n", ">\n", COUNT, SUBMIT)])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in (".\n\n", ">\n", COUNT, SUBMIT)]
+    )
     tokenizer.save_pretrained(folder)
     model = Qwen3_5ForConditionalGeneration.from_pretrained(qwen35(folder, folder))
     text = model.model.language_model
@@ -140,10 +162,20 @@ def counting_qwen35(folder: Path, tokenizer_folder: Path) -> Path:
         tokenizer.convert_tokens_to_ids(tokenizer.tokenize(token)[-1])
         for token in ("\n", "</think>", "<tool_call>", COUNT, SUBMIT, "</tool_call>", "<|im_end|>")
     )
-    following = {newline: [think], think: [call], call: [count, submit], count: [called], submit: [called]}
+    following = {
+        newline: [think],
+        think: [call],
+        call: [count, submit],
+        count: [called],
+        submit: [called],
+    }
     with torch.no_grad():
         for layer in text.layers:
-            mixer = layer.linear_attn.out_proj if hasattr(layer, "linear_attn") else layer.self_attn.o_proj
+            mixer = (
+                layer.linear_attn.out_proj
+                if hasattr(layer, "linear_attn")
+                else layer.self_attn.o_proj
+            )
             mixer.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         torch.nn.init.orthogonal_(text.embed_tokens.weight)

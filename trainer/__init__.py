@@ -1,1 +1,2 @@
-"""From recorded calls to new weights: traces, advantages, GRPO, publishing, rollouts and the `rolltap` command."""
+"""From recorded calls to new weights: traces, advantages, GRPO, publishing, rollouts and the
+`rolltap` command."""

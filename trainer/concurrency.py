@@ -21,8 +21,9 @@ V = TypeVar("V")
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end and return its result.
 
-    When an event loop runs in the calling thread, as in a notebook, the coroutine runs in a thread of its own and the
-    caller's loop is blocked. KeyboardInterrupt cancels the coroutine, and is raised after the coroutine's cleanup.
+    When an event loop runs in the calling thread, as in a notebook, the coroutine runs in a thread
+    of its own and the caller's loop is blocked. KeyboardInterrupt cancels the coroutine, and is
+    raised after the coroutine's cleanup.
     """
     if not _loop_runs_here():
         return asyncio.run(coroutine)
@@ -61,10 +62,11 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a blocking function in a thread and wait for its end, even when the caller is cancelled meanwhile.
+    """Run a blocking function in a thread and wait for its end, even when the caller is cancelled
+    meanwhile.
 
-    A thread cannot be cancelled. CancelledError is raised after the function has returned; an error of the function is
-    its cause then.
+    A thread cannot be cancelled. CancelledError is raised after the function has returned; an error
+    of the function is its cause then.
     """
     task = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
     if await wait_for_end(task):
@@ -97,8 +99,9 @@ _FOLDER_THREADS = ThreadPoolExecutor(8, "rolltap-folders")
 async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that reads, compares or copies folders in a thread, and return its result.
 
-    It may take minutes, so it has no thread of the event loop's own pool: watching boxes and reading facts must not
-    wait for it. When the caller is cancelled, CancelledError is raised after the function has returned.
+    It may take minutes, so it has no thread of the event loop's own pool: watching boxes and
+    reading facts must not wait for it. When the caller is cancelled, CancelledError is raised after
+    the function has returned.
     """
     return await finished_in(_FOLDER_THREADS, function, *args, **kwargs)
 
@@ -122,10 +125,12 @@ def backoff(retries: int | None, first: float, longest: float = math.inf) -> Ite
 
 
 class Once(Generic[K, V]):
-    """Values by key, each made on first use. Others who ask meanwhile wait for it; those who ask for other keys do not.
+    """Values by key, each made on first use. Others who ask meanwhile wait for it; those who ask
+    for other keys do not.
 
-    A failure is not kept, nor a value that `keep` refuses: the next who asks makes it again. When the one who makes it
-    is cancelled, another one who waits makes it. It may be used in several event loops; each makes its own then.
+    A failure is not kept, nor a value that `keep` refuses: the next who asks makes it again. When
+    the one who makes it is cancelled, another one who waits makes it. It may be used in several
+    event loops; each makes its own then.
     """
 
     def __init__(self, keep: Callable[[V], bool] = lambda _: True) -> None:

@@ -1,4 +1,5 @@
-"""Output of commands: progress of long work, tables of ids. The processes of a launcher, of which the first one prints.
+"""Output of commands: progress of long work, tables of ids. The processes of a launcher, of which
+the first one prints.
 
 Needs no torch.
 """
@@ -35,13 +36,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def plain_console(*, quiet: bool = False) -> Console:
-    """Return a console on stderr for plain text: without markup and highlights, and a line is not wrapped."""
+    """Return a console on stderr for plain text: without markup and highlights, and a line is not
+    wrapped."""
     return Console(stderr=True, quiet=quiet, soft_wrap=True, markup=False, highlight=False)
 
 
 @contextmanager
 def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterator[Advance]:
-    """Show a progress bar on `console` (default: stderr) until the block ends, if `can_show_bar`."""
+    """Show a progress bar on `console` (default: stderr) until the block ends, if
+    `can_show_bar`."""
     console = console or Console(stderr=True)
     columns = (
         BarColumn(),
@@ -54,23 +57,32 @@ def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterat
     disable = not (show and can_show_bar(console))
     with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         bar = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
+        yield lambda what, done, total: progress.update(
+            bar, description=what, completed=done, total=total
+        )
 
 
 def can_show_bar(console: Console) -> bool:
-    """Return True for a terminal, and for a notebook that has ipywidgets, which rich needs there."""
+    """Return True for a terminal, and for a notebook that has ipywidgets, which rich needs
+    there."""
     return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
 
 
 class Watch:
-    """Tells of the progress of work and of its engines. `bar` always shows it, and `say` gets it as a line when more is
-    done, when an engine ceases to answer or answers again, and after `SAY_SECONDS`.
+    """Tells of the progress of work and of its engines. `bar` always shows it, and `say` gets it as
+    a line when more is done, when an engine ceases to answer or answers again, and after
+    `SAY_SECONDS`.
 
-    `ask` returns the URLs of the engines that do not answer. Times are in seconds; `now` is the start.
+    `ask` returns the URLs of the engines that do not answer. Times are in seconds; `now` is the
+    start.
     """
 
     def __init__(
-        self, ask: Callable[[], Collection[str]], bar: Advance, say: Callable[[str], None], now: float
+        self,
+        ask: Callable[[], Collection[str]],
+        bar: Advance,
+        say: Callable[[str], None],
+        now: float,
     ) -> None:
         self._ask, self._bar, self._say = ask, bar, say
         self._progress, self._engines = ("", 0, 0), ""
@@ -86,9 +98,14 @@ class Watch:
     def tick(self, now: float) -> None:
         """Ask the engines, and say what there is to say."""
         silent = self._ask()
-        words = [f"the engine at {url} answers again" for url in self._answered if url not in silent]
+        words = [
+            f"the engine at {url} answers again" for url in self._answered if url not in silent
+        ]
         self._answered = {url: self._answered.get(url, self._asked_at) for url in silent}
-        words += [f"the engine at {url} has not answered for {now - at:.0f} s" for url, at in self._answered.items()]
+        words += [
+            f"the engine at {url} has not answered for {now - at:.0f} s"
+            for url, at in self._answered.items()
+        ]
         self._engines, self._asked_at = "; ".join(words), now
         line, state = self._show(), (self._progress[1], silent)
         if line and (state != self._said or now - self._said_at >= SAY_SECONDS):
@@ -103,8 +120,11 @@ class Watch:
 
 
 @contextmanager
-def watched(ask: Callable[[], Collection[str]], console: Console, *, bar: bool = True) -> Iterator[Advance]:
-    """Show until the block ends what a `Watch` tells: in a progress bar, or as lines without `bar` or a terminal."""
+def watched(
+    ask: Callable[[], Collection[str]], console: Console, *, bar: bool = True
+) -> Iterator[Advance]:
+    """Show until the block ends what a `Watch` tells: in a progress bar, or as lines without `bar`
+    or a terminal."""
     ended, lines = Event(), not (bar and can_show_bar(console))
 
     def say(line: str) -> None:
@@ -118,7 +138,9 @@ def watched(ask: Callable[[], Collection[str]], console: Console, *, bar: bool =
             while not ended.wait(ASK_SECONDS):
                 watch.tick(time.monotonic())
 
-        Thread(target=run, daemon=True).start()  # nobody waits for its end: a dead engine may take seconds
+        Thread(
+            target=run, daemon=True
+        ).start()  # nobody waits for its end: a dead engine may take seconds
         try:
             yield watch.advance
         finally:
@@ -126,7 +148,8 @@ def watched(ask: Callable[[], Collection[str]], console: Console, *, bar: bool =
 
 
 class IdTable(Table):
-    """A table whose first column has ids. They are never broken: a table that is too wide loses its last columns."""
+    """A table whose first column has ids. They are never broken: a table that is too wide loses its
+    last columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table of the columns for which there is room; the caption names the others."""
@@ -158,7 +181,8 @@ def nodes_started() -> int:
 
 
 def end_with_launcher() -> None:
-    """Let this process end when its launcher does, which may be killed. The first one alone has something to tidy."""
+    """Let this process end when its launcher does, which may be killed. The first one alone has
+    something to tidy."""
     number = signal.SIGTERM if runs_first() else signal.SIGKILL
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 

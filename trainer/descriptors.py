@@ -1,4 +1,5 @@
-"""File descriptors of a rollout and of a service: as many as they may have, so many for each session."""
+"""File descriptors of a rollout and of a service: as many as they may have, so many for each
+session."""
 
 import errno
 import logging
@@ -12,7 +13,8 @@ logger = logging.getLogger(__name__)
 FEWEST_DESCRIPTORS = 256
 """Files that a recorder must be able to have open, to answer a call."""
 MOST_DESCRIPTORS = 65_536
-"""Files that a service has open at most: programs that it starts inherit the limit, and some try every number."""
+"""Files that a service has open at most: programs that it starts inherit the limit, and some try
+every number."""
 MOST_CONNECTIONS = 16_384
 FEWEST_CONNECTIONS = 8
 _BASE, _PER_SESSION = 96, 24
@@ -21,7 +23,8 @@ _SPARE = 8
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files of this process and its recorder as far as it may, and return it.
+    """Raise the limit of open files of this process and its recorder as far as it may, and return
+    it.
 
     Raises `InputError` for one with which no call is answered.
     """
@@ -30,8 +33,8 @@ def raise_limit() -> int:
     limit = max(soft, highest)
     if limit < FEWEST_DESCRIPTORS:
         raise InputError(
-            f"too few files may be open: {limit}, and a recorder needs {FEWEST_DESCRIPTORS}: raise the limit "
-            "(ulimit -Hn)"
+            f"too few files may be open: {limit}, and a recorder needs {FEWEST_DESCRIPTORS}: raise"
+            " the limit (ulimit -Hn)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
@@ -50,8 +53,8 @@ def make_room(sessions: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit < needed:
         logger.warning(
-            "the limit of open files is %d, and %d sessions at once need about %d: raise it (ulimit -Hn), or give a "
-            "smaller --concurrency",
+            "the limit of open files is %d, and %d sessions at once need about %d: raise it (ulimit"
+            " -Hn), or give a smaller --concurrency",
             limit,
             sessions,
             needed,
@@ -78,4 +81,7 @@ def too_many_files() -> str | None:
         used = limit
     if limit - used > _SPARE:
         return None
-    return f"too many open files: {used} of at most {limit}; raise the limit (ulimit -Hn) and start the service again"
+    return (
+        f"too many open files: {used} of at most {limit}; raise the limit (ulimit -Hn) and start"
+        " the service again"
+    )

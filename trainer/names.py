@@ -1,4 +1,5 @@
-"""Names as they are written to files and for others: file names of ids, models, published weights, and sessions."""
+"""Names as they are written to files and for others: file names of ids, models, published weights,
+and sessions."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ MOST_CHARACTERS = 200
 
 
 def file_name(text: str) -> str:
-    """Return the file name, without a suffix, of an id: percent-encoded, and different for different `text`.
+    """Return the file name, without a suffix, of an id: percent-encoded, and different for
+    different `text`.
 
     A name over `MOST_CHARACTERS` is truncated, and a 128-bit hash of `text` appended.
     """
@@ -27,7 +29,8 @@ def file_name(text: str) -> str:
 
 
 def some(names: Sequence[str], most: int = 5, *, of: int = 0) -> str:
-    """Return the first `most` names as text, and how many more there are; of `of` ones, if these are more."""
+    """Return the first `most` names as text, and how many more there are; of `of` ones, if these
+    are more."""
     more = max(of, len(names)) - len(names[:most])
     return ", ".join(names[:most]) + (f" and {more} more" if more else "")
 
@@ -42,13 +45,18 @@ _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?")
 
 
 def public_model(model: str) -> str:
-    """Return a model's name on the Hub, or the last part of a folder's path: the rest would disclose local names.
+    """Return a model's name on the Hub, or the last part of a folder's path: the rest would
+    disclose local names.
 
     A folder in the cache of huggingface_hub is known by its path.
     """
     if cached := _CACHED.search(model):
         return f"{cached[1]}/{cached[2]}"
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".") and not Path(model).exists()
+    on_hub = (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", model)
+        and not model.startswith(".")
+        and not Path(model).exists()
+    )
     return model if on_hub else PurePath(model).name
 
 
@@ -57,7 +65,8 @@ _FORM = re.compile(r"([0-9a-f]{8})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Name of the weights of one training; `str` gives its text form. No other weights have the same name.
+    """Name of the weights of one training; `str` gives its text form. No other weights have the
+    same name.
 
     Attributes:
         run: 8 hexadecimal characters, drawn once for a run folder.
@@ -73,13 +82,15 @@ class Version:
         return f"{self.run}.{self.step}.{self.attempt}"
 
     def age(self, text: str) -> int | None:
-        """Return how many steps older the weights of a name are, whatever the attempt; None for another run's."""
+        """Return how many steps older the weights of a name are, whatever the attempt; None for
+        another run's."""
         other = self.parse(text)
         return self.step - other.step if other is not None and other.run == self.run else None
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the version of a text; None for a name of another form, such as vLLM's `default`."""
+        """Return the version of a text; None for a name of another form, such as vLLM's
+        `default`."""
         found = _FORM.fullmatch(text)
         return cls(found[1], int(found[2]), int(found[3])) if found else None
 
@@ -90,12 +101,14 @@ _SEAT = re.compile(r"(.+)-([0-9]+)(?:\.([0-9]+))?")
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A session's seat in the group that it was run in. Its row may name another group since somebody changed it.
+    """A session's seat in the group that it was run in. Its row may name another group since
+    somebody changed it.
 
     Attributes:
         group_id: Id of the group.
         index: Index in the group, from 0.
-        start: Number of earlier starts of the training that ran the session; None outside of a training.
+        start: Number of earlier starts of the training that ran the session; None outside of a
+            training.
     """
 
     group_id: str

@@ -17,9 +17,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
-    """Read a TOML file into a model of type `kind`. Raises `InputError`, which names the file and each invalid key.
+    """Read a TOML file into a model of type `kind`. Raises `InputError`, which names the file and
+    each invalid key.
 
-    A number in quotes is no number. Texts are paths and arrays are tuples, as in pydantic's strict reading of JSON.
+    A number in quotes is no number. Texts are paths and arrays are tuples, as in pydantic's strict
+    reading of JSON.
     """
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -32,16 +34,22 @@ def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
         raise InputError(f"{file} is not TOML: {error}") from error
 
 
-def describe(error: ValidationError, unions: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+def describe(
+    error: ValidationError, unions: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> str:
     """Return a pydantic error as one line, as `describe_faults`."""
     return describe_faults(error.errors(), unions)
 
 
-def describe_faults(faults: Sequence[Any], unions: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
-    """Return pydantic's faults as one line: each invalid key, its value, shortened, and what is wrong with it.
+def describe_faults(
+    faults: Sequence[Any], unions: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> str:
+    """Return pydantic's faults as one line: each invalid key, its value, shortened, and what is
+    wrong with it.
 
-    Of a list with several invalid elements only the first is named: a list of token ids may have thousands. `unions`
-    are keys whose value is one of several models, with the names of these: the values of their key `kind`.
+    Of a list with several invalid elements only the first is named: a list of token ids may have
+    thousands. `unions` are keys whose value is one of several models, with the names of these: the
+    values of their key `kind`.
     """
     found: dict[str, str] = {}
     for fault in faults:
@@ -56,7 +64,10 @@ def describe_faults(faults: Sequence[Any], unions: Mapping[str, Sequence[str]] =
                 given = fault.get("ctx", {}).get("tag")
                 how = "is missing" if given is None else f"is {reprlib.repr(given)}"
                 tag = f"{key}.kind" if key else "kind"
-                what = f"{tag!r} {how}: write one of {', '.join(unions.get(str(path[-1]) if path else '', ()))}"
+                what = (
+                    f"{tag!r} {how}: write one of"
+                    f" {', '.join(unions.get(str(path[-1]) if path else '', ()))}"
+                )
             case "default_factory_not_called":  # another key is invalid
                 continue
             case "json_invalid":
@@ -65,13 +76,16 @@ def describe_faults(faults: Sequence[Any], unions: Mapping[str, Sequence[str]] =
                 what = fault["msg"].removeprefix("Value error, ")
             case _:
                 why = fault["msg"].removeprefix("Value error, ")
-                what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {why}"
+                what = (
+                    f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {why}"
+                )
         found.setdefault(".".join(part for part in path if isinstance(part, str)), what)
     return "; ".join(found.values())
 
 
 def _path(places: Sequence[str | int], unions: Mapping[str, Sequence[str]]) -> list[str | int]:
-    """Return the keys that lead to a fault. pydantic puts the name of the model after the key of a union."""
+    """Return the keys that lead to a fault. pydantic puts the name of the model after the key of a
+    union."""
     path: list[str | int] = []
     previous: str | int | None = None
     for place in places:

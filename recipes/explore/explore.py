@@ -2,7 +2,8 @@
 
     python recipes/explore/explore.py RUN
 
-The cells (`# %%`) also run one by one in an editor that supports them, or as a notebook after `jupytext --to ipynb`.
+The cells (`# %%`) also run one by one in an editor that supports them, or as a notebook after
+`jupytext --to ipynb`.
 """
 
 # %% Open the run. Each table is a set of Arrow files; a recorder may still append to them.
@@ -23,7 +24,8 @@ WIDTH = shutil.get_terminal_size().columns
 
 
 def table(name: str) -> Dataset | None:
-    """Return the memory-mapped rows of `calls`, `sessions` or `events`; None when there are none."""
+    """Return the memory-mapped rows of `calls`, `sessions` or `events`; None when there are
+    none."""
     files = sorted(RUN.glob(f"{name}-*.arrow"))
     return concatenate_datasets([Dataset.from_file(str(file)) for file in files]) if files else None
 
@@ -41,9 +43,13 @@ if sessions is not None:
     # a session that was recorded again has several rows: the last one counts
     rewards = dict(zip(sessions["session_id"], sessions["reward"], strict=True))
     if rewards := [reward for reward in rewards.values() if reward is not None]:
-        print(f"  {'reward':14} {len(rewards)} sessions, mean {np.mean(rewards):.3f}, best {max(rewards):.3f}")
+        print(
+            f"  {'reward':14} {len(rewards)} sessions, mean {np.mean(rewards):.3f}, best"
+            f" {max(rewards):.3f}"
+        )
 
-# %% Histogram of the sampled tokens' log-probabilities. Columns are read in batches, so memory is bounded.
+# %% Histogram of the sampled tokens' log-probabilities. Columns are read in batches, so memory is
+# bounded.
 EDGES = np.array([0, -0.001, -0.01, -0.1, -0.3, -1, -2, -4, -8, -np.inf])[::-1]
 counts, sampled = np.zeros(len(EDGES) - 1, dtype=int), 0
 for batch in calls.select_columns(["logprobs"]).with_format("arrow").iter(batch_size=256):
@@ -55,7 +61,8 @@ for low, high, count in zip(EDGES[:-1], EDGES[1:], counts, strict=True):
     share = count / max(sampled, 1)
     print(f"  {low:8g} to {high:<7g} {'█' * round(share * (WIDTH - 40))} {count} ({share:.1%})")
 
-# %% One conversation. A row holds only the messages after its parent's: follow `parent_id` from the last call back.
+# %% One conversation. A row holds only the messages after its parent's: follow `parent_id` from the
+# last call back.
 tree = list(calls.select_columns(["session_id", "call_id", "role", "started_at"]))
 rows = {(call["session_id"], call["call_id"]): row for row, call in enumerate(tree)}
 path = []
@@ -66,11 +73,18 @@ while row is not None:
 
 print(f"\nthe conversation of session {path[0]['session_id']}, {len(path)} calls")
 for call in path:
-    reply = json.loads(call["reply"]) if call["reply"] else {"role": "assistant", "content": "(no reply)"}
+    reply = (
+        json.loads(call["reply"])
+        if call["reply"]
+        else {"role": "assistant", "content": "(no reply)"}
+    )
     for message in [*json.loads(call["messages"]), reply]:
         print(f"[{message['role']}]")
         for text in (message.get("reasoning_content"), message.get("content")):
             if text:
                 print(indent(shorten(str(text), 400, placeholder=" ..."), "  "))
         for tool_call in message.get("tool_calls") or []:
-            print(f"  -> {tool_call['function']['name']} {shorten(str(tool_call['function']['arguments']), 300)}")
+            print(
+                f"  -> {tool_call['function']['name']}"
+                f" {shorten(str(tool_call['function']['arguments']), 300)}"
+            )

@@ -1,4 +1,5 @@
-"""The trainer's half of the check: packed rows, attention's kernels, speed, and memory against the plan.
+"""The trainer's half of the check: packed rows, attention's kernels, speed, and memory against the
+plan.
 
 python recipes/gpu/trainer_half.py --out lines.jsonl [--cpu]
 
@@ -268,7 +269,9 @@ def attention_lines(device: str) -> Iterator[Line]:
     for name, options in cases.items():
         leaves = attention_inputs(pack.tokens, device)
         rounded = attended(leaves, pack, options)
-        expected = by_formula([leaf.detach().float().requires_grad_() for leaf in leaves], pack, options)
+        expected = by_formula(
+            [leaf.detach().float().requires_grad_() for leaf in leaves], pack, options
+        )
         what = f"trainer: attention in bfloat16 against float32, {name}"
         yield at_most(what, largest_difference(rounded, expected), ATTENTION)
 
@@ -277,7 +280,9 @@ def attention_inputs(tokens: int, device: str) -> list[Tensor]:
     """Return queries of 8 heads, and keys and values of 2, (1, heads, tokens, 128)."""
     torch.manual_seed(0)
     shapes = [(1, heads, tokens, 128) for heads in (8, 2, 2)]
-    return [torch.randn(shape, device=device).to(torch.bfloat16).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, device=device).to(torch.bfloat16).requires_grad_() for shape in shapes
+    ]
 
 
 def attended(leaves: list[Tensor], pack: Pack, options: dict[str, Any]) -> list[Tensor]:
@@ -331,7 +336,8 @@ def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def flex_lines(tokens: int) -> Iterator[Line]:
-    """Yield how far FlexAttention is from FlashAttention on a row without branches, and its time."""
+    """Yield how far FlexAttention is from FlashAttention on a row without branches, and its
+    time."""
     row = Row(np.arange(tokens + 1, dtype=np.int32), np.array([tokens]))
     pack = Pack([[row]], "cuda")
     leaves = attention_inputs(tokens, "cuda")
@@ -387,10 +393,14 @@ def name_of(folder: Path, lora: dict[str, Any]) -> str:
     return f"{folder.name}, {'LoRA' if lora else 'all weights'}"
 
 
-def planned(folder: Path, lora: dict[str, Any], *, offload: bool = False) -> tuple[Sizes, StepMemory]:
+def planned(
+    folder: Path, lora: dict[str, Any], *, offload: bool = False
+) -> tuple[Sizes, StepMemory]:
     """Return the memory of a training process by the plan: always held, and for a row."""
     grpo = {"offload_checkpoints": offload}
-    recipe = Recipe(model=folder, steps=1, max_tokens=LENGTH, lora=lora, grpo=grpo, dtype="bfloat16")
+    recipe = Recipe(
+        model=folder, steps=1, max_tokens=LENGTH, lora=lora, grpo=grpo, dtype="bfloat16"
+    )
     machine = machine_of(recipe, None, 1, online=False)
     numbers = model_numbers(recipe, "bfloat16", gpu=True)
     memory = fake_step(recipe, numbers, "bfloat16", sharded=False).memory()

@@ -228,7 +228,9 @@ def applied(name: str, metrics: Metrics) -> Line:
 def speed(name: str, metrics: Metrics) -> Iterator[Line]:
     """Yield the lines of seconds and tokens a second."""
     phases = ("rollout", "publication", "training")
-    means = {phase: fmean(step.get(f"seconds_{phase}", 0.0) for step in metrics) for phase in phases}
+    means = {
+        phase: fmean(step.get(f"seconds_{phase}", 0.0) for step in metrics) for phase in phases
+    }
     note = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in means.items())
     yield fact(f"{name}: seconds of a step", sum(means.values()), f"of it {note}")
     fastest = max(step.get("tokens_per_second", 0.0) for step in metrics)

@@ -27,9 +27,12 @@ console = Console(stderr=True)
 
 @click.command()
 @click.option("--vllm", default="vllm", show_default=True, help="The vllm program.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the sampling and of the trainer.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed of the sampling and of the trainer."
+)
 def quickstart(vllm: str, seed: int) -> None:
-    """Train the tiny model on its task. Resumes a run that was stopped; otherwise starts a new one."""
+    """Train the tiny model on its task. Resumes a run that was stopped; otherwise starts a new
+    one."""
     model = RUNS / "model"
     if not model.exists():
         console.print("teaching the tiny model, which takes some minutes of CPU once")
@@ -37,13 +40,20 @@ def quickstart(vllm: str, seed: int) -> None:
     run = next_run(seed)
     log = RUNS / "vllm.log"
     engine = rolltap.EngineServer(
-        str(model), vllm=vllm, port=free_port(), max_model_len=8192, log=log, extra=("--seed", str(seed))
+        str(model),
+        vllm=vllm,
+        port=free_port(),
+        max_model_len=8192,
+        log=log,
+        extra=("--seed", str(seed)),
     )
     with ExitStack() as stack:
         console.print(f"starting vLLM; its log is {log}", soft_wrap=True)
         stack.enter_context(engine)
         os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
-        console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True)
+        console.print(
+            f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True
+        )
         trained = rolltap.train(HERE / "recipe.toml", engine=engine.url, out=run, seed=seed)
         Console(soft_wrap=True).print(trained.summary(), markup=False, highlight=False)
         plot = run / "reward.png"
@@ -64,26 +74,36 @@ def quickstart(vllm: str, seed: int) -> None:
     base = [session for session in sessions if session.policy_version == first]
     last = [session for session in after.sessions() if session.session_id in after.new_session_ids]
     console.print(
-        f"The model learned to count lines from rewards alone: it succeeds in {interval(last)}, and before in "
-        f"{interval(base)}. It was trained on {tokens:,.0f} of the tokens that it sampled in {len(sessions)} sessions.",
+        f"The model learned to count lines from rewards alone: it succeeds in {interval(last)}, and"
+        f" before in {interval(base)}. It was trained on {tokens:,.0f} of the tokens that it"
+        f" sampled in {len(sessions)} sessions.",
         style="bold green",
         soft_wrap=True,
         highlight=False,
     )
     look = shlex.join(["rolltap", "view", str(run)])
-    console.print(f'next: export PATH="{Path(sys.executable).parent}:$PATH"; {look}', soft_wrap=True, highlight=False)
+    console.print(
+        f'next: export PATH="{Path(sys.executable).parent}:$PATH"; {look}',
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def interval(sessions: Sequence[rolltap.Session]) -> str:
     """Return the mean reward of sessions, each 0 or 1, with Wilson's 95 % interval."""
-    n, share, z = len(sessions), mean(session.reward or 0.0 for session in sessions), NormalDist().inv_cdf(0.975)
+    n, share, z = (
+        len(sessions),
+        mean(session.reward or 0.0 for session in sessions),
+        NormalDist().inv_cdf(0.975),
+    )
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
     return f"{share:.0%} of {n} sessions (95 % interval {middle - half:.0%} to {middle + half:.0%})"
 
 
 def next_run(seed: int) -> Path:
-    """Return the folder of the first run of this seed that is not finished. It may not exist yet."""
+    """Return the folder of the first run of this seed that is not finished. It may not exist
+    yet."""
     number = 1
     while (RUNS / f"seed-{seed}-run-{number}" / "model").exists():
         number += 1

@@ -1,10 +1,20 @@
-"""The text that the quickstart model is trained to write, and its tokenizer. Does not need torch."""
+"""The text that the quickstart model is trained to write, and its tokenizer. Does not need
+torch."""
 
 import json
 import sysconfig
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
@@ -12,16 +22,29 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 # The assistant's turns: reasoning and command.
 LOOK = [("Looking around first.", command) for command in ("ls", "cat words.txt")]
 RIGHT = "wc -l < words.txt > answer.txt"
-WRONG = ["wc -w < words.txt > answer.txt", "wc -c < words.txt > answer.txt", "wc -m < words.txt > answer.txt"]
+WRONG = [
+    "wc -w < words.txt > answer.txt",
+    "wc -c < words.txt > answer.txt",
+    "wc -m < words.txt > answer.txt",
+]
 COUNT = [("Writing the answer to the file.", command) for command in (RIGHT, *WRONG)]
 SUBMIT = ("Done, the answer is written.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
-# Qwen's pre-tokenizer and special tokens, so that Qwen's renderer, parsers and chat templates can be used.
+# Qwen's pre-tokenizer and special tokens, so that Qwen's renderer, parsers and chat templates can
+# be used.
 WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+MARKUP = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 
 VOCABULARY = 1536
 
@@ -33,14 +56,16 @@ def reply(reasoning: str, command: str) -> str:
 
 
 def filler_text() -> str:
-    """Return some megabytes of prose and code that Python brings: sources of the standard library."""
+    """Return some megabytes of prose and code that Python brings: sources of the standard
+    library."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("*.py")) + sorted(library.glob("pydoc_data/*.py"))
     return "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
 
 
 def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer with Qwen3's special tokens and the recipe's chat template."""
+    """Return a byte-level BPE tokenizer with Qwen3's special tokens and the recipe's chat
+    template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -61,7 +86,9 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

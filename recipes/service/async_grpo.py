@@ -31,8 +31,11 @@ STEPS = {"max_steps": 3, "per_device_train_batch_size": 16, "token_budget": -1}
 GRADIENT_DESCENT = {"optim": "sgd", "learning_rate": 60, "max_grad_norm": 0.005}
 
 
-def make_trainer(url: str, token_file: str, out: str, sessions: int = 16, **settings: object) -> AsyncGRPOTrainer:
-    """Return a trainer of an adapter on the tasks of a service, which publishes it there after each step."""
+def make_trainer(
+    url: str, token_file: str, out: str, sessions: int = 16, **settings: object
+) -> AsyncGRPOTrainer:
+    """Return a trainer of an adapter on the tasks of a service, which publishes it there after each
+    step."""
     client = rolltap.Client(url, token_file=token_file)
     service = client.service()
     tasks = [*service["tasks"]]
@@ -43,7 +46,9 @@ def make_trainer(url: str, token_file: str, out: str, sessions: int = 16, **sett
         train_dataset=Dataset.from_dict({"prompt": tasks}),
         peft_config=LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"),
         rollout_worker=ServiceRollouts(client, tasks, sessions=sessions, ahead=1),
-        weight_transfer=LoraTransfer(publisher, lambda: trainer.accelerator.unwrap_model(trainer.model)),
+        weight_transfer=LoraTransfer(
+            publisher, lambda: trainer.accelerator.unwrap_model(trainer.model)
+        ),
     )
     return trainer
 
@@ -51,9 +56,10 @@ def make_trainer(url: str, token_file: str, out: str, sessions: int = 16, **sett
 class ServiceRollouts:
     """TRL's `RolloutWorkerProtocol` on a rollout service, whose run folder must be readable here.
 
-    The `tasks` are rolled out in turn, `sessions` times each. At most `ahead` groups are on their way: their sessions
-    run, or the trainer has not taken all of their samples. Traces are cut off after `max_tokens`, which should be the
-    trainer's `token_budget`. The trainer's `temperature` must be the service's. Samples have no messages.
+    The `tasks` are rolled out in turn, `sessions` times each. At most `ahead` groups are on their
+    way: their sessions run, or the trainer has not taken all of their samples. Traces are cut off
+    after `max_tokens`, which should be the trainer's `token_budget`. The trainer's `temperature`
+    must be the service's. Samples have no messages.
     """
 
     def __init__(
@@ -66,7 +72,9 @@ class ServiceRollouts:
         max_tokens: int | None = None,
     ) -> None:
         if not tasks:
-            raise InputError("tasks is empty: give ids of the service's tasks, as `client.service()` has them")
+            raise InputError(
+                "tasks is empty: give ids of the service's tasks, as `client.service()` has them"
+            )
         self.rollout_buffer: Queue[Any] = _Samples()
         self.metrics_queue: Queue[dict[str, Any]] = Queue()
         self._client = client
@@ -84,7 +92,8 @@ class ServiceRollouts:
         self._ill_since: float | None = None
 
     def start(self) -> None:
-        """Begin to submit groups. Raises `InputError` when `LoraTransfer` has not published the service's policy."""
+        """Begin to submit groups. Raises `InputError` when `LoraTransfer` has not published the
+        service's policy."""
         version = self._client.policy().version
         try:
             self._run, _ = parse(version)
@@ -110,13 +119,16 @@ class ServiceRollouts:
         """Do nothing: every token has the version that sampled it."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the work, or `ServiceError` when the service has been unwell for so long."""
+        """Raise the error that ended the work, or `ServiceError` when the service has been unwell
+        for so long."""
         if self._failure is not None:
             raise self._failure
         health = self._client.health()
         self._ill_since = None if health["ok"] else self._ill_since or time.monotonic()
         if self._ill_since is not None and time.monotonic() - self._ill_since >= stale_after_s:
-            raise ServiceError(f"the service at {self._client.url} is not well: {'; '.join(health['problems'])}")
+            raise ServiceError(
+                f"the service at {self._client.url} is not well: {'; '.join(health['problems'])}"
+            )
 
     def _work(self) -> None:
         try:
@@ -148,7 +160,8 @@ class ServiceRollouts:
         return True
 
     def _samples(self, group: GroupView, number: int) -> list[RolloutSample]:
-        """Return the samples of a group that has ended, one for each trace, and put its metrics into their queue.
+        """Return the samples of a group that has ended, one for each trace, and put its metrics
+        into their queue.
 
         Advantages are those of TRL's own worker, with the deviation of the population.
         """
@@ -159,13 +172,17 @@ class ServiceRollouts:
         metrics = {"rollout/sampled_tokens_total": float(batch.ledger.sampled)}
         for reason, tokens in batch.ledger.left_out.items():
             metrics[f"rollout/left_out_{reason}_total"] = float(tokens)
-        self.metrics_queue.put({"rollout/reward_mean": (sum(rewards.values()), len(rewards)), **metrics})
+        self.metrics_queue.put(
+            {"rollout/reward_mean": (sum(rewards.values()), len(rewards)), **metrics}
+        )
         samples = []
         for trace in batch.traces:
             steps = []
             for span in trace.weight_versions:
                 if not span.version.startswith(f"{self._run}."):
-                    raise InputError(f"{trace.trace_id}: another training publishes to the service too: stop one")
+                    raise InputError(
+                        f"{trace.trace_id}: another training publishes to the service too: stop one"
+                    )
                 steps.append(parse(span.version)[1])
             context = len(trace.prompt_ids)
             reward = rewards[trace.session_id]
@@ -196,7 +213,8 @@ class _Samples(Queue[Any]):
 
 
 class LoraTransfer:
-    """TRL's `WeightTransferProtocol` by LoRA adapters. `model` returns the trainer's unwrapped model."""
+    """TRL's `WeightTransferProtocol` by LoRA adapters. `model` returns the trainer's unwrapped
+    model."""
 
     def __init__(self, publisher: rolltap.AdapterPublisher, model: Callable[[], Any]) -> None:
         self._publisher = publisher
@@ -205,13 +223,16 @@ class LoraTransfer:
         self._step = 0
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Publish the adapter of the model. `iterator` has the weights that it is merged into: they are left alone.
+        """Publish the adapter of the model. `iterator` has the weights that it is merged into: they
+        are left alone.
 
         Raises as `AdapterPublisher.publish`, and `InputError` for sharded parameters.
         """
         model = self._model()
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise InputError("the model's parameters are sharded: publish with one process, or with DDP")
+            raise InputError(
+                "the model's parameters are sharded: publish with one process, or with DDP"
+            )
         self._publisher.publish(model, f"{self._run}.{self._step + 1}.0")
         self._step += 1
 
@@ -222,7 +243,8 @@ class LoraTransfer:
 
 
 def parse(version: str) -> tuple[str, int]:
-    """Return the run and the step of a version that `LoraTransfer` published. Raises `ValueError` for another."""
+    """Return the run and the step of a version that `LoraTransfer` published. Raises `ValueError`
+    for another."""
     run, step, _ = version.split(".")
     return run, int(step)
 

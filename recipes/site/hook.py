@@ -1,7 +1,8 @@
-"""Parts of the built pages that their Markdown does not have: tables of the fields of models, pictures, paths of files.
+"""Parts of the built pages that their Markdown does not have: tables of the fields of models,
+pictures, paths of files.
 
-A line `Keys, types and defaults: [`MODEL`](FILE.py).` becomes a table, made from the sources, and a line `Versions and
-commands: [the presets](FOLDER).` a table of the presets. Links to files of the
+A line `Keys, types and defaults: [`MODEL`](FILE.py).` becomes a table, made from the sources, and a
+line `Versions and commands: [the presets](FOLDER).` a table of the presets. Links to files of the
 checkout, which the site does not have, become their paths.
 """
 
@@ -55,7 +56,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def table(line: re.Match[str]) -> str:
         module = path_of(line[2]).replace("/", ".")
-        rows = option_rows() if line[1] == "RecorderOptions" else field_rows(package()[f"{module}.{line[1]}"])
+        rows = (
+            option_rows()
+            if line[1] == "RecorderOptions"
+            else field_rows(package()[f"{module}.{line[1]}"])
+        )
         return "\n".join([HEADING, *rows])
 
     def named(link: re.Match[str]) -> str:
@@ -67,7 +72,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{link[2]} (`{path}`)"
 
     def presets(line: re.Match[str]) -> str:
-        return "\n".join(["| name | tested with | install |", "| --- | --- | --- |", *preset_rows()])
+        return "\n".join(
+            ["| name | tested with | install |", "| --- | --- | --- |", *preset_rows()]
+        )
 
     return OUTSIDE.sub(named, PRESETS.sub(presets, TABLE.sub(table, markdown)))
 
@@ -81,14 +88,16 @@ def preset_rows() -> Iterator[str]:
 
 @cache
 def package() -> griffe.Module:
-    """Return the sources of rolltap, which are not imported: this environment has not its dependencies."""
+    """Return the sources of rolltap, which are not imported: this environment has not its
+    dependencies."""
     loaded = griffe.load("rolltap", search_paths=[CHECKOUT], allow_inspection=False)
     assert isinstance(loaded, griffe.Module)
     return loaded
 
 
 def option_rows() -> Iterator[str]:
-    """Yield a row for each option of the recorder. A type that is read from a text is a text there."""
+    """Yield a row for each option of the recorder. A type that is read from a text is a text
+    there."""
     for name, field in package()["addons.options.RecorderOptions"].members.items():
         if is_field(field) and field.docstring is not None:
             kinds = kinds_of(field.annotation)
@@ -101,7 +110,8 @@ def option_rows() -> Iterator[str]:
 def field_rows(model: griffe.Class) -> Iterator[str]:
     """Yield a row for each field of a model, with the fields of its bases after its own.
 
-    Left out are a field with one value, which names the model, and fields of TRL, which have no text here.
+    Left out are a field with one value, which names the model, and fields of TRL, which have no
+    text here.
     """
     seen = set()
     for each in [model, *model.mro()]:
@@ -124,7 +134,10 @@ def field_rows(model: griffe.Class) -> Iterator[str]:
 def is_field(member: griffe.Object) -> bool:
     """Return true for a public attribute with a type, not for a property."""
     return (
-        member.is_attribute and member.annotation is not None and member.is_public and not member.has_labels("property")
+        member.is_attribute
+        and member.annotation is not None
+        and member.is_public
+        and not member.has_labels("property")
     )
 
 
@@ -172,7 +185,9 @@ def key_and_default(name: str, field: griffe.Attribute) -> tuple[str, str]:
     value = field.value
     if not (isinstance(value, griffe.ExprCall) and str(value.function) == "Field"):
         return name, shown_expression(value)
-    arguments = {each.name: each.value for each in value.arguments if isinstance(each, griffe.ExprKeyword)}
+    arguments = {
+        each.name: each.value for each in value.arguments if isinstance(each, griffe.ExprKeyword)
+    }
     if "alias" in arguments:
         name = ast.literal_eval(arguments["alias"])
     if "default_factory" in arguments:

@@ -1,8 +1,9 @@
 """Stands in for torchvision, whose CPU wheels are not on PyPI.
 
-vLLM and transformers import it for every vision-language model, also when only its text part is served
-(`--language-model-only`). Text never calls it. Every module below `torchvision` can be imported, every public name in
-it is an empty class, and every public attribute of such a class is the attribute's own name (members of enumerations).
+vLLM and transformers import it for every vision-language model, also when only its text part is
+served (`--language-model-only`). Text never calls it. Every module below `torchvision` can be
+imported, every public name in it is an empty class, and every public attribute of such a class is
+the attribute's own name (members of enumerations).
 """
 
 import sys

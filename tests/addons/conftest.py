@@ -15,7 +15,14 @@ with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "recipes/quickstart/chat_template.jinja"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+MARKUP = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +44,8 @@ def events():
 
 @pytest.fixture
 async def harness(rendering, scripted_engine, tmp_path):
-    """Yield a client of an endpoint behind the scripted engine, which says "Hi.". It waits for no engine that fails."""
+    """Yield a client of an endpoint behind the scripted engine, which says "Hi.". It waits for no
+    engine that fails."""
     scripted_engine.otherwise = lambda request: Say("Hi.")
     async with recording(rendering, tmp_path, scripted_engine.url) as client:
         yield client
@@ -45,7 +53,8 @@ async def harness(rendering, scripted_engine, tmp_path):
 
 @pytest.fixture
 def restart(rendering, scripted_engine, tmp_path):
-    """Return a function that starts a recorder of the same run with these options. It is killed at the end."""
+    """Return a function that starts a recorder of the same run with these options. It is killed at
+    the end."""
     return partial(recording, rendering, tmp_path, scripted_engine.url, killed=True)
 
 

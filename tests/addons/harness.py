@@ -24,7 +24,9 @@ def content(events):
     """Return the text of a Chat Completions stream. An incomplete last event is ignored."""
     data = [event.removeprefix("data: ") for event in events.split("\n\n")[:-1]]
     chunks = [json.loads(text) for text in data if text != "[DONE]"]
-    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices"))
+    return "".join(
+        chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices")
+    )
 
 
 def said(reply):
@@ -54,12 +56,16 @@ async def read_until(response, condition):
 def with_result(reply, result="Nothing."):
     """Return the message of a reply that calls a tool, and the tool's result."""
     message = reply["choices"][0]["message"]
-    return [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result}]
+    return [
+        message,
+        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result},
+    ]
 
 
 @asynccontextmanager
 async def recording(rendering, run, *urls, key=None, killed=False, patience=0, **options):
-    """Yield a client of an endpoint that records the calls of these engines. By default it waits for none that fails.
+    """Yield a client of an endpoint that records the calls of these engines. By default it waits
+    for none that fails.
 
     A killed recorder leaves its files as they are.
     """
@@ -112,7 +118,9 @@ class Harness:
     def committed(self, monkeypatch):
         """Return an event that is set when a call is committed."""
         committed, add_call = asyncio.Event(), self.endpoint.writer.add_call
-        monkeypatch.setattr(self.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set()))
+        monkeypatch.setattr(
+            self.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set())
+        )
         return committed
 
     async def held(self, engine, say):
@@ -135,11 +143,15 @@ class Harness:
 
     async def stream(self, *messages, **fields):
         """Return the status and the events of a streamed reply."""
-        status, text = await self.send({"model": "m", "messages": list(messages), "stream": True, **fields})
+        status, text = await self.send(
+            {"model": "m", "messages": list(messages), "stream": True, **fields}
+        )
         return status, [line.removeprefix("data: ") for line in text.split("\n\n") if line]
 
     def calls(self, session=None):
-        return [call for call in read_rows(self.run, "calls") if session in (None, call["session_id"])]
+        return [
+            call for call in read_rows(self.run, "calls") if session in (None, call["session_id"])
+        ]
 
     def events(self, kind):
         return [event for event in read_rows(self.run, "events") if event["kind"] == kind]

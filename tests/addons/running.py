@@ -34,7 +34,8 @@ def own_pauses():
 
 @asynccontextmanager
 async def running(options, *addons):
-    """Yield a recorder with these options of mitmproxy, before other addons. It is stopped at the end."""
+    """Yield a recorder with these options of mitmproxy, before other addons. It is stopped at the
+    end."""
     recorder = Recorder()
     with own_pauses(), taddons.context(Proxyserver(), recorder, *addons) as context:
         context.options.update(**options)

@@ -41,7 +41,9 @@ async def test_work_that_has_not_begun_is_dropped_with_its_caller(workers):
     assert ran == []
 
 
-async def test_a_cancelled_caller_waits_for_the_end_of_its_work_whose_error_is_not_logged(workers, caplog):
+async def test_a_cancelled_caller_waits_for_the_end_of_its_work_whose_error_is_not_logged(
+    workers, caplog
+):
     begun, free, ended = threading.Event(), threading.Event(), []
 
     def work():
@@ -70,14 +72,20 @@ def test_a_burst_is_free_and_what_goes_on_is_bounded_by_a_rate(monkeypatch):
     bucket = Bucket(10, 2)
     assert [bucket.take() for _ in range(11)] == [True] * 10 + [False]
     now = 101.0
-    assert [bucket.take(), bucket.take(2), bucket.take(), bucket.take()] == [True, False, True, False]
+    assert [bucket.take(), bucket.take(2), bucket.take(), bucket.take()] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     now = 1000.0
     assert not bucket.take(11)
     assert bucket.take(10)
 
 
 def question(*answers):
-    """Return a function that gives one of the answers, or raises it, each time it is asked; and when it may."""
+    """Return a function that gives one of the answers, or raises it, each time it is asked; and
+    when it may."""
     answered, answer = asyncio.Event(), mock.Mock(side_effect=answers)
 
     async def ask():
@@ -88,7 +96,9 @@ def question(*answers):
 
 
 @pytest.mark.parametrize("first", [1, ValueError("no")])
-async def test_all_who_ask_at_once_get_the_answer_or_error_of_one_question_and_the_next_asks_again(first):
+async def test_all_who_ask_at_once_get_the_answer_or_error_of_one_question_and_the_next_asks_again(
+    first,
+):
     shared, answered = question(first, 2)
     asked = asyncio.gather(*(shared() for _ in range(5)), return_exceptions=True)
     await asyncio.sleep(0)

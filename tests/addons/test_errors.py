@@ -30,13 +30,17 @@ def command(monkeypatch, origin):
 @pytest.mark.parametrize(
     ("details", "options"), [({"archive_info": {}}, []), ({"dir_info": {"editable": True}}, ["-e"])]
 )
-def test_an_extra_is_installed_from_the_checkout_or_the_wheel(details, options, tmp_path, monkeypatch):
+def test_an_extra_is_installed_from_the_checkout_or_the_wheel(
+    details, options, tmp_path, monkeypatch
+):
     place = tmp_path / "my clone"
     place.mkdir()
     found = command(monkeypatch, {"url": place.as_uri(), **details})
     assert shlex.split(found) == ["pip", "install", *options, f"{place}[record]"]
 
 
-@pytest.mark.parametrize("origin", [None, {"url": "file:///gone.whl"}, {"url": "https://host/rolltap.git"}])
+@pytest.mark.parametrize(
+    "origin", [None, {"url": "file:///gone.whl"}, {"url": "https://host/rolltap.git"}]
+)
 def test_where_neither_is_there_a_clone_is_named(origin, monkeypatch):
     assert command(monkeypatch, origin) == "pip install '.[record]' in a clone of rolltap"

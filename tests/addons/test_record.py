@@ -22,7 +22,10 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
     scripted_engine.replies += [Say("Hi."), Say("Ho.")]
     with recorder.client() as client:
         key = {"authorization": "Bearer sk-very-secret"}
-        assert client.post(CHAT, json=HELLO, headers=key).json()["choices"][0]["message"]["content"] == "Hi."
+        assert (
+            client.post(CHAT, json=HELLO, headers=key).json()["choices"][0]["message"]["content"]
+            == "Hi."
+        )
         with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
             assert list(response.iter_lines())[-2] == "data: [DONE]"
         for method, url in [
@@ -32,19 +35,27 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
         ]:
             refused = client.request(method, url)
             assert (refused.status_code, refused.content) == (404, b"{}")
-        assert [model["id"] for model in client.get("https://api.openai.com/v1/models").json()["data"]] == ["scripted"]
+        assert [
+            model["id"] for model in client.get("https://api.openai.com/v1/models").json()["data"]
+        ] == ["scripted"]
     libraries = Path(f"/proc/{recorder.process.pid}/maps").read_text()
     assert "pyarrow" in libraries
     assert not re.search("/(torch|pandas)/", libraries)
     assert recorder.stop() == 0
     assert [call["session_id"] for call in recorder.rows("calls")] == ["s1", "s1"]
-    refusals = [(e["method"], e["host"], e["path"]) for e in recorder.rows("events") if e["kind"] == "refused"]
+    refusals = [
+        (e["method"], e["host"], e["path"])
+        for e in recorder.rows("events")
+        if e["kind"] == "refused"
+    ]
     assert refusals == [
         ("GET", "api.openai.com", "/files"),
         ("POST", "telemetry.example.com", "/chat"),
         ("GET", "169.254.169.254", "/latest"),
     ]
-    everything = b"".join(path.read_bytes() for path in recorder.run.iterdir()) + recorder.log().encode()
+    everything = (
+        b"".join(path.read_bytes() for path in recorder.run.iterdir()) + recorder.log().encode()
+    )
     assert b"sk-very-secret" not in everything
 
 
@@ -80,12 +91,17 @@ def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_reque
         with pytest.raises(BlockingIOError):
             other.accept()
     recorder.stop()
-    # the two requests, and the two connections for them; only a tunnel tells the session of a connection
+    # the two requests, and the two connections for them; only a tunnel tells the session of a
+    # connection
     events = [(event["kind"], event["session_id"]) for event in recorder.rows("events")]
-    assert events == [("refused", "s1")] * 3 + [("refused", None)]  # compaction sorts them by session
+    assert events == [("refused", "s1")] * 3 + [
+        ("refused", None)
+    ]  # compaction sorts them by session
 
 
-def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine, tmp_path):
+def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(
+    start, scripted_engine, tmp_path
+):
     (tmp_path / "secret").write_text("hidden")
     (tmp_path / "secret").chmod(0o600)
     recorder = start(f"rolltap_secret_file={tmp_path / 'secret'}")
@@ -115,19 +131,30 @@ def test_a_session_ends_itself_and_no_other(start, scripted_engine):
             ("s2", "completed"),
             ("s1", "aborted"),
         ]
-        messages = [*HELLO["messages"], {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "More"}]
+        messages = [
+            *HELLO["messages"],
+            {"role": "assistant", "content": "Hi."},
+            {"role": "user", "content": "More"},
+        ]
         assert other.post(CHAT, json={**HELLO, "messages": messages}).status_code == 200
         for method, url in [("GET", SESSION_END), ("POST", "http://session.rolltap/other")]:
             assert client.request(method, url).status_code == 404
     recorder.stop()
-    assert [call["kind"] for call in recorder.rows("calls") if call["session_id"] == "s2"] == ["root", "bridged"]
+    assert [call["kind"] for call in recorder.rows("calls") if call["session_id"] == "s2"] == [
+        "root",
+        "bridged",
+    ]
 
 
 def test_kill_9_in_the_middle_of_a_rollout_loses_no_committed_call(start, scripted_engine):
     recorder = start()
-    scripted_engine.replies += [Say(f"Reply {i}.") for i in range(5)] + [Say("one two three", hold_after=2)]
+    scripted_engine.replies += [Say(f"Reply {i}.") for i in range(5)] + [
+        Say("one two three", hold_after=2)
+    ]
     with recorder.client() as client:
-        told = [client.post(CHAT, json=HELLO).json()["id"].removeprefix("chatcmpl-") for _ in range(5)]
+        told = [
+            client.post(CHAT, json=HELLO).json()["id"].removeprefix("chatcmpl-") for _ in range(5)
+        ]
         with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
@@ -138,12 +165,16 @@ def test_kill_9_in_the_middle_of_a_rollout_loses_no_committed_call(start, script
     calls = recorder.rows("calls")
     assert [call["call_id"] for call in calls] == told
     assert all(len(call["completion_ids"]) == len(call["logprobs"]) > 0 for call in calls)
-    started = [event["call_id"] for event in recorder.rows("events") if event["kind"] == "call_started"]
+    started = [
+        event["call_id"] for event in recorder.rows("events") if event["kind"] == "call_started"
+    ]
     assert len(started) == 6
     assert set(told) < set(started)
 
 
-def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, scripted_engine, small_disk, tmp_path):
+def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(
+    start, scripted_engine, small_disk, tmp_path
+):
     (tmp_path / "run").mkdir()
     recorder = start(command=small_disk("8m", tmp_path / "run"))
     # only that process sees the disk
@@ -166,7 +197,10 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
         assert len(recorder.rows("calls")) == 1
         (recorder.run / "ballast").unlink()
         assert client.post(CHAT, json=HELLO).status_code == 200
-        assert [json.loads(call["reply"])["content"] for call in recorder.rows("calls")] == ["Hi.", "Ho."]
+        assert [json.loads(call["reply"])["content"] for call in recorder.rows("calls")] == [
+            "Hi.",
+            "Ho.",
+        ]
         faults = [event["detail"] for event in recorder.rows("events") if event["kind"] == "fault"]
         whys = sorted(re.sub(r".*(No space|less than).*", r"\1", detail) for detail in faults)
         assert whys == ["No space", "less than"]
@@ -181,13 +215,21 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
     [
         {
             "rolltap_out=": "rolltap_out is not set",
-            "rolltap_engine=localhost:8000": "rolltap_engine is 'localhost:8000': give a URL such as",
-            "rolltap_fsync=daily": "rolltap_fsync is 'daily': Input should be 'never', 'session' or 'call'",
-            'rolltap_sampling={"temprature": 1}': "rolltap_sampling.temprature is unknown: use temperature",
+            "rolltap_engine=localhost:8000": (
+                "rolltap_engine is 'localhost:8000': give a URL such as"
+            ),
+            "rolltap_fsync=daily": (
+                "rolltap_fsync is 'daily': Input should be 'never', 'session' or 'call'"
+            ),
+            'rolltap_sampling={"temprature": 1}': (
+                "rolltap_sampling.temprature is unknown: use temperature"
+            ),
         },
         {
             "rolltap_renderer=none": "rolltap_renderer, rolltap_tool_parser: ",
-            "listen_host=0.0.0.0": "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret_file",
+            "listen_host=0.0.0.0": (
+                "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret_file"
+            ),
         },
     ],
     ids=["by themselves", "with others"],
@@ -201,15 +243,21 @@ def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start
     assert "Traceback" not in log
 
 
-def test_misspelt_options_and_values_of_another_type_end_mitmdump_before_anything_is_written(start, tmp_path):
+def test_misspelt_options_and_values_of_another_type_end_mitmdump_before_anything_is_written(
+    start, tmp_path
+):
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text("rolltap_patience: soon\nconsole_palette: dark\n")
+    (tmp_path / "conf" / "config.yaml").write_text(
+        "rolltap_patience: soon\nconsole_palette: dark\n"
+    )
     recorder = start("rolltap_keep_adapter=perhaps", "rolltap_samplin={}", "listen_prt=1")
     assert recorder.process.wait() == 1
     log = recorder.log()
     assert "error: rolltap_patience is 'soon': Input should be a valid integer" in log
     assert "error: rolltap_keep_adapter is 'perhaps': Input should be a valid boolean" in log
-    assert "error: rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?" in log
+    assert (
+        "error: rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?" in log
+    )
     assert "error: listen_prt is no option of the recorder: did you mean listen_port?" in log
     assert "console_palette" not in log
     assert "Traceback" not in log

@@ -54,27 +54,70 @@ class TestOptions:
         [
             ("rolltap_out", "", r"rolltap_out is not set: add --set rolltap_out="),
             ("rolltap_model", "", r"rolltap_model is not set: add --set rolltap_model="),
-            ("rolltap_engine", "http://", r"rolltap_engine is 'http://': give a URL such as http://"),
+            (
+                "rolltap_engine",
+                "http://",
+                r"rolltap_engine is 'http://': give a URL such as http://",
+            ),
             (
                 "rolltap_model",
                 "{tmp}",
-                r"rolltap_model, rolltap_renderer, rolltap_tool_parser: the folder .* is no model: it has no tokenizer",
+                (
+                    r"rolltap_model, rolltap_renderer, rolltap_tool_parser: the folder .* is no"
+                    r" model: it has no tokenizer"
+                ),
             ),
-            ("rolltap_renderer", "gpt-oss", r"rolltap_renderer, .*: cannot use the renderer 'gpt-oss' with"),
-            ("rolltap_tool_parser", "gpt", r"rolltap_tool_parser: there is no tool parser 'gpt': choose auto, hermes"),
+            (
+                "rolltap_renderer",
+                "gpt-oss",
+                r"rolltap_renderer, .*: cannot use the renderer 'gpt-oss' with",
+            ),
+            (
+                "rolltap_tool_parser",
+                "gpt",
+                r"rolltap_tool_parser: there is no tool parser 'gpt': choose auto, hermes",
+            ),
             ("rolltap_sampling", "{", r"rolltap_sampling is not JSON"),
-            ("rolltap_sampling", "[1]", r"rolltap_sampling is \[1\]: Input should be a valid dictionary"),
-            ("rolltap_sampling", '{"temp": 1}', r"rolltap_sampling.temp is unknown: use temperature, "),
-            ("rolltap_sampling", '{"top_p": "1"}', r"rolltap_sampling.top_p is '1': Input should be a valid number"),
-            ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling.top_k is True: Input should be a valid integer"),
+            (
+                "rolltap_sampling",
+                "[1]",
+                r"rolltap_sampling is \[1\]: Input should be a valid dictionary",
+            ),
+            (
+                "rolltap_sampling",
+                '{"temp": 1}',
+                r"rolltap_sampling.temp is unknown: use temperature, ",
+            ),
+            (
+                "rolltap_sampling",
+                '{"top_p": "1"}',
+                r"rolltap_sampling.top_p is '1': Input should be a valid number",
+            ),
+            (
+                "rolltap_sampling",
+                '{"top_k": true}',
+                r"rolltap_sampling.top_k is True: Input should be a valid integer",
+            ),
             ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
-            ("rolltap_max_sampled_tokens", -1, r"rolltap_max_sampled_tokens is -1: Input should be greater"),
-            ("rolltap_images", "show", r"rolltap_images is 'show': Input should be 'hide' or 'refuse'"),
+            (
+                "rolltap_max_sampled_tokens",
+                -1,
+                r"rolltap_max_sampled_tokens is -1: Input should be greater",
+            ),
+            (
+                "rolltap_images",
+                "show",
+                r"rolltap_images is 'show': Input should be 'hide' or 'refuse'",
+            ),
         ],
     )
-    def test_a_refusal_names_the_option_its_value_and_what_to_do(self, configure, caplog, tmp_path, name, value, words):
+    def test_a_refusal_names_the_option_its_value_and_what_to_do(
+        self, configure, caplog, tmp_path, name, value, words
+    ):
         (tmp_path / "file").touch()
-        configure(**{name: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value})
+        configure(
+            **{name: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value}
+        )
         (refusal,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert re.search(words, refusal.message)
         assert not (tmp_path / "run").exists()
@@ -91,8 +134,12 @@ class TestOptions:
             ctx.options.update(rolltap_sampling='{"temperature": 0.5}')
         assert ctx.options.rolltap_sampling == ""
 
-    def test_a_template_that_no_renderer_knows_is_warned_of(self, configure, caplog, tmp_path, save_tokenizer):
-        save_tokenizer(tmp_path / "model", "{% for message in messages %}{{ message.content }}{% endfor %}")
+    def test_a_template_that_no_renderer_knows_is_warned_of(
+        self, configure, caplog, tmp_path, save_tokenizer
+    ):
+        save_tokenizer(
+            tmp_path / "model", "{% for message in messages %}{{ message.content }}{% endfor %}"
+        )
         configure(rolltap_model=str(tmp_path / "model"), rolltap_renderer="auto")
         assert "rolltap_tool_parser" in caplog.text
         assert "rolltap_renderer" in caplog.text
@@ -102,10 +149,17 @@ class TestRun:
     def test_its_metadata_says_how_it_was_recorded(self, recorder, options, rendering):
         metadata = read_metadata(recorder.endpoint.writer.run)
         digest = rendering.digests["tokenizer_sha256"]
-        expected = {"model": options["rolltap_model"], "renderer": "qwen3", "tokenizer_sha256": digest}
+        expected = {
+            "model": options["rolltap_model"],
+            "renderer": "qwen3",
+            "tokenizer_sha256": digest,
+        }
         assert expected.items() <= metadata.items()
         (recorder,) = metadata["recorders"]
-        assert (recorder["engines"], recorder["sampling"]) == (["http://127.0.0.1:1"], NEUTRAL_SAMPLING)
+        assert (recorder["engines"], recorder["sampling"]) == (
+            ["http://127.0.0.1:1"],
+            NEUTRAL_SAMPLING,
+        )
         assert recorder["versions"]["pyarrow"] == pyarrow.__version__
 
     def test_a_run_that_cannot_be_written_to_is_logged(self, recorder, tmp_path, caplog):
@@ -118,7 +172,11 @@ class TestRun:
 
 async def test_what_differs_from_the_defaults_is_recorded(options):
     sampling = '{"temperature": 0.7, "max_tokens": 64}'
-    changes = {"rolltap_sampling": sampling, "rolltap_keep_adapter": False, "rolltap_max_sampled_tokens": 500}
+    changes = {
+        "rolltap_sampling": sampling,
+        "rolltap_keep_adapter": False,
+        "rolltap_max_sampled_tokens": 500,
+    }
     async with running({**options, **changes}) as recorder:
         pass
     (row,) = read_metadata(recorder.endpoint.writer.run)["recorders"]

@@ -17,10 +17,14 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
-def test_a_file_of_its_user_alone_holds_a_secret_and_one_that_others_can_read_is_refused(file, mode):
+def test_a_file_of_its_user_alone_holds_a_secret_and_one_that_others_can_read_is_refused(
+    file, mode
+):
     assert read_secret(str(file)) == "key"
     file.chmod(mode)
-    with pytest.raises(InputError, match=rf"other users may read the secret in .*: chmod 600 {file}"):
+    with pytest.raises(
+        InputError, match=rf"other users may read the secret in .*: chmod 600 {file}"
+    ):
         read_secret(file)
 
 
@@ -37,7 +41,9 @@ def test_a_pipe_or_socket_is_read_to_its_end_and_closed():
             read_secret(f"/dev/fd/{descriptor}")
 
 
-@pytest.mark.parametrize(("contents", "message"), [(b" \n", "is empty"), (b"\xff", "cannot read the secret in")])
+@pytest.mark.parametrize(
+    ("contents", "message"), [(b" \n", "is empty"), (b"\xff", "cannot read the secret in")]
+)
 def test_a_file_without_a_secret_is_an_error(file, contents, message):
     file.write_bytes(contents)
     with pytest.raises(InputError, match=message):

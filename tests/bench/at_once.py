@@ -1,10 +1,12 @@
-"""A rollout with many sessions at once in sandboxes: how late the driver's event loop is, and what the driver costs.
+"""A rollout with many sessions at once in sandboxes: how late the driver's event loop is, and what
+the driver costs.
 
     python -m tests.bench.at_once --sessions 256
 
-A session is a shell that asks the model with curl for streamed replies, at 30 tokens a second, and is judged by `test`.
-The loop's lag is the lateness of sleeps of 5 ms in it. A process beside it that only sleeps says how late the cores are
-for anybody. Exit status 1 when a session has another outcome than `completed`.
+A session is a shell that asks the model with curl for streamed replies, at 30 tokens a second, and
+is judged by `test`. The loop's lag is the lateness of sleeps of 5 ms in it. A process beside it
+that only sleeps says how late the cores are for anybody. Exit status 1 when a session has another
+outcome than `completed`.
 """
 
 import asyncio
@@ -29,7 +31,8 @@ SLEEP_SECONDS = 0.005
 _ASK = """curl -sSNf -o answer.txt -H 'content-type: application/json' -d \
 '{"model": "m", "stream": true, "messages": [{"role": "user", "content": "turn %d"}]}' \
 https://api.openai.com/v1/chat/completions"""
-# The process keeps its figures until the end, because it would stop in `print` once the pipe is full.
+# The process keeps its figures until the end, because it would stop in `print` once the pipe is
+# full.
 _BESIDE = f"""
 import sys, threading, time
 over = threading.Event()
@@ -91,9 +94,16 @@ def load(folder: Path, model: Path, at_once: int, turns: int, runtime: str) -> d
             cost = cpu_seconds(os.getpid())[0] - before
             others, _ = idle.communicate()
     sessions = run.sessions()
-    row: dict[str, Any] = {"sessions": len(sessions), "calls": len(sessions) * turns, "seconds": taken}
+    row: dict[str, Any] = {
+        "sessions": len(sessions),
+        "calls": len(sessions) * turns,
+        "seconds": taken,
+    }
     row["driver CPU ms a session"] = 1e3 * cost / len(sessions)
-    for name, samples in (("loop lag", lags), ("a process beside it", list(map(float, others.split())))):
+    for name, samples in (
+        ("loop lag", lags),
+        ("a process beside it", list(map(float, others.split()))),
+    ):
         p50, p90, p99 = 1e3 * np.percentile(samples, [50, 90, 99])
         row |= {f"{name} ms": float(p50), f"{name} p90": float(p90), f"{name} p99": float(p99)}
         row[f"{name} worst"] = 1e3 * max(samples)

@@ -1,4 +1,5 @@
-"""Replies with JSON, spacing and reasoning that a model may sample but a serialiser would not write."""
+"""Replies with JSON, spacing and reasoning that a model may sample but a serialiser would not
+write."""
 
 import json
 import random
@@ -30,7 +31,16 @@ _CONTENTS = [
     "  no newline at the end {n}",
     "{n} \ttrailing  \nblanks\t\n\n\n",
 ]
-_TEXTS = ["", "", "I look.", "So:\n\n", " \n", "Café — 東京 🎉:", "First `ls`,\n\n* then **more**\n", "  ok  "]
+_TEXTS = [
+    "",
+    "",
+    "I look.",
+    "So:\n\n",
+    " \n",
+    "Café — 東京 🎉:",
+    "First `ls`,\n\n* then **more**\n",
+    "  ok  ",
+]
 _GAPS = ["", "", " ", "  ", "\n  ", "\t"]
 _WORDS = [
     "the",
@@ -51,11 +61,15 @@ _WORDS = [
 
 
 def replies(program: Program, rng: random.Random, cwd: str) -> list[str]:
-    """Return the model's replies in one session: four to eight, of which the last ends the session."""
+    """Return the model's replies in one session: four to eight, of which the last ends the
+    session."""
     turns = [_turn(program, rng, n, cwd) for n in range(1, rng.randint(4, 8))]
     if program.end is not None:
         return [*turns, _reply([program.end], rng)]
-    return [*turns, _thinking(rng) + rng.choice(["Done.", "  Done: naïve café 🎉\n", "Done.\n\n* one\n* two"])]
+    return [
+        *turns,
+        _thinking(rng) + rng.choice(["Done.", "  Done: naïve café 🎉\n", "Done.\n\n* one\n* two"]),
+    ]
 
 
 def _turn(program: Program, rng: random.Random, n: int, cwd: str) -> str:
@@ -64,11 +78,16 @@ def _turn(program: Program, rng: random.Random, n: int, cwd: str) -> str:
     return _reply(_calls(program, rng, n, cwd), rng)
 
 
-def _calls(program: Program, rng: random.Random, n: int, cwd: str) -> list[tuple[str, dict[str, Any]]]:
+def _calls(
+    program: Program, rng: random.Random, n: int, cwd: str
+) -> list[tuple[str, dict[str, Any]]]:
     """Return one or two tool calls with their arguments filled in."""
     number = 10 * n + rng.randint(1, 9)  # all turns differ: some harnesses detect loops
     chosen = rng.choices(program.actions, k=rng.choice([1, 1, 2]))
-    return [(name, _filled(arguments, rng, n=number + 100 * i, cwd=cwd)) for i, (name, arguments) in enumerate(chosen)]
+    return [
+        (name, _filled(arguments, rng, n=number + 100 * i, cwd=cwd))
+        for i, (name, arguments) in enumerate(chosen)
+    ]
 
 
 def _filled(arguments: dict[str, Any], rng: random.Random, **values: object) -> dict[str, Any]:
@@ -86,7 +105,10 @@ def _filled(arguments: dict[str, Any], rng: random.Random, **values: object) -> 
 def _reply(calls: Sequence[tuple[str, dict[str, Any]]], rng: random.Random) -> str:
     blocks = []
     for name, arguments in calls:
-        call = [f'"name":{rng.choice(_GAPS)}"{name}"', f'"arguments":{rng.choice(_GAPS)}{odd_json(arguments, rng)}']
+        call = [
+            f'"name":{rng.choice(_GAPS)}"{name}"',
+            f'"arguments":{rng.choice(_GAPS)}{odd_json(arguments, rng)}',
+        ]
         rng.shuffle(call)
         blocks.append(f"<tool_call>\n{{{rng.choice(_GAPS)}{', '.join(call)}}}\n</tool_call>")
     return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(["\n", "\n\n", ""]).join(["", *blocks])
@@ -102,14 +124,17 @@ def _thinking(rng: random.Random) -> str:
 
 
 def odd_json(value: Any, rng: random.Random) -> str:
-    """Return JSON of `value` with its keys in random order and with unusual spacing, escapes and numbers."""
+    """Return JSON of `value` with its keys in random order and with unusual spacing, escapes and
+    numbers."""
 
     def gap() -> str:
         return rng.choice(_GAPS)
 
     if isinstance(value, dict):
         keys = rng.sample(list(value), len(value))
-        pairs = (f"{gap()}{odd_json(key, rng)}{gap()}:{gap()}{odd_json(value[key], rng)}" for key in keys)
+        pairs = (
+            f"{gap()}{odd_json(key, rng)}{gap()}:{gap()}{odd_json(value[key], rng)}" for key in keys
+        )
         return "{" + ",".join(pairs) + gap() + "}"
     if isinstance(value, list):
         return "[" + ",".join(gap() + odd_json(inner, rng) for inner in value) + gap() + "]"

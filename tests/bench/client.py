@@ -1,4 +1,5 @@
-"""The load: concurrent connections. Each plays one session whose conversation grows, as a harness does."""
+"""The load: concurrent connections. Each plays one session whose conversation grows, as a harness
+does."""
 
 import asyncio
 import contextlib
@@ -39,7 +40,11 @@ class Client:
         self._timings = timings
         self._body = {**opening, "messages": list(opening["messages"])}
         auth = aiohttp.BasicAuth(f"s{next(_sessions)}", "x")
-        self._options = {"proxy": proxy.url, "proxy_auth": auth, "ssl": ssl.create_default_context(cafile=proxy.ca)}
+        self._options = {
+            "proxy": proxy.url,
+            "proxy_auth": auth,
+            "ssl": ssl.create_default_context(cafile=proxy.ca),
+        }
 
     async def __aenter__(self):
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
@@ -55,7 +60,10 @@ class Client:
             answer = await response.read()
         self._timings.requests.append(time.perf_counter() - started)
         assert response.status == 200, answer
-        self._body["messages"] += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+        self._body["messages"] += [
+            json.loads(answer)["choices"][0]["message"],
+            {"role": "user", "content": "Go on."},
+        ]
 
     async def streamed(self) -> None:
         """Send the conversation and read the streamed reply. The conversation is not changed."""
@@ -77,10 +85,12 @@ class Client:
         return self._session.post(URL, data=data, headers=headers, **self._options)
 
 
-async def play(proxy: Mitmdump, opening: dict, *, connections: int, turns: int, paced_seconds: float = 0.0) -> Timings:
-    """Open `connections` sessions and play `turns` requests on each, concurrently. The first request of each session is
-    not measured: no proxy knows its prefix. With `paced_seconds` the replies are streamed and the starts are spread
-    over that time."""
+async def play(
+    proxy: Mitmdump, opening: dict, *, connections: int, turns: int, paced_seconds: float = 0.0
+) -> Timings:
+    """Open `connections` sessions and play `turns` requests on each, concurrently. The first
+    request of each session is not measured: no proxy knows its prefix. With `paced_seconds` the
+    replies are streamed and the starts are spread over that time."""
     timings = Timings()
     clients = [Client(proxy, opening, timings) for _ in range(connections)]
     async with contextlib.AsyncExitStack() as stack:
@@ -91,7 +101,10 @@ async def play(proxy: Mitmdump, opening: dict, *, connections: int, turns: int, 
         started, cpu = time.perf_counter(), proxy.cpu_seconds()
         starts = [paced_seconds * i / connections for i in range(connections)]
         await asyncio.gather(
-            *(_take_turns(c, turns, s, paced_seconds > 0) for c, s in zip(clients, starts, strict=True))
+            *(
+                _take_turns(c, turns, s, paced_seconds > 0)
+                for c, s in zip(clients, starts, strict=True)
+            )
         )
         timings.wall, timings.cpu = time.perf_counter() - started, proxy.cpu_seconds() - cpu
     return timings

@@ -1,10 +1,11 @@
-"""Measure how many calls of the real harnesses are continued token for token, and why the others are not.
+"""Measure how many calls of the real harnesses are continued token for token, and why the others
+are not.
 
     python -m tests.bench.continuity
 
-Each session runs the unmodified program under the recorder. The engine's replies are those of `tests/bench/awkward.py`
-and the same in every run. A program that is not installed is left out. `with context` counts the continued calls with
-assistant messages among the new ones.
+Each session runs the unmodified program under the recorder. The engine's replies are those of
+`tests/bench/awkward.py` and the same in every run. A program that is not installed is left out.
+`with context` counts the continued calls with assistant messages among the new ones.
 """
 
 import asyncio
@@ -41,11 +42,14 @@ _CWD = re.compile(r"/\S+/rolltap-\w+/workspace")
 
 def _task(number: int) -> Task:
     case = f"case-{number:04}"
-    return Task(id=case, instruction=f"Try the tools in this folder; it is for {case}.", evaluate=["true"])
+    return Task(
+        id=case, instruction=f"Try the tools in this folder; it is for {case}.", evaluate=["true"]
+    )
 
 
 def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
-    """Return a model that gives the replies of each session in order. The instruction names the session."""
+    """Return a model that gives the replies of each session in order. The instruction names the
+    session."""
     program = PROGRAMS[harness]
     left: dict[str, list[str]] = {}
 
@@ -90,13 +94,16 @@ def count(harness: str, run: Path) -> dict[str, Any]:
 
 
 def _has_context(call: Call) -> bool:
-    """Return True when new messages of a continued call are the assistant's: it may continue an older call's reply."""
+    """Return True when new messages of a continued call are the assistant's: it may continue an
+    older call's reply."""
     return any(message["role"] == "assistant" for message in call.parsed_messages)
 
 
 @command
 @click.option("--sessions", default=20, show_default=True, help="Sessions of each harness.")
-@click.option("--harness", "names", multiple=True, type=click.Choice(Harness.names()), help="Only these.")
+@click.option(
+    "--harness", "names", multiple=True, type=click.Choice(Harness.names()), help="Only these."
+)
 @model_option
 def main(sessions: int, names: tuple[str, ...], model: Path) -> dict[str, Rows]:
     """Count the calls of every installed harness that are continued token for token."""

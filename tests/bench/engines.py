@@ -1,11 +1,12 @@
-"""The benches' engines, which serve vLLM's token-in/token-out protocol (`addons/engine/client.py` is its client).
+"""The benches' engines, which serve vLLM's token-in/token-out protocol (`addons/engine/client.py`
+is its client).
 
 They serve Chat Completions with the same texts to clients that do not use the recorder.
 
     python -m tests.bench.engines KIND SETTINGS.json [PORT]      prints its port
 
-`prepared` costs little CPU: its replies are encoded before the first request. `model` serves `tests/bench/model.py`,
-token by token.
+`prepared` costs little CPU: its replies are encoded before the first request. `model` serves
+`tests/bench/model.py`, token by token.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ from tests.bench.model import Divergence, Model
 FIRST_PACED = 1_000_000
 """The smallest `max_tokens` of a paced request. Its reply is sent token by token.
 
-`max_tokens` identifies a paced request, since every proxy forwards it. `GET /times` returns when the first token of
-each was written: `time.monotonic` in seconds, a clock that all processes share."""
+`max_tokens` identifies a paced request, since every proxy forwards it. `GET /times` returns when
+the first token of each was written: `time.monotonic` in seconds, a clock that all processes share.
+"""
 FIRST_TOKEN_SECONDS = 0.05
 
 CONTEXT = 1 << 30
@@ -38,7 +40,9 @@ _BURST_EVENT = 500
 _INTERVAL = re.compile(rb'"stream_interval": ?(\d+)')
 _NUMBER = re.compile(rb'"max_tokens": ?(\d+)')
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.I)
-_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 
 
 class Connection(asyncio.Protocol):
@@ -63,16 +67,23 @@ class Connection(asyncio.Protocol):
         size = end + 4 + (int(length[1]) if length else 0)
         if len(self._received) < size:
             return
-        path, body = bytes(self._received[:end]).split(b" ", 2)[1], bytes(self._received[end + 4 : size])
+        path, body = (
+            bytes(self._received[:end]).split(b" ", 2)[1],
+            bytes(self._received[end + 4 : size]),
+        )
         del self._received[:size]
         if path == b"/v1/models":
             model = {"id": "bench", "object": "model", "parent": None, "max_model_len": CONTEXT}
             self.write(response(orjson.dumps({"data": [model]})))
         elif path == b"/tokenize":
-            ids = self._engine.tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
+            ids = self._engine.tokenizer.encode(
+                orjson.loads(body)["prompt"], add_special_tokens=False
+            ).ids
             self.write(response(orjson.dumps({"count": len(ids), "tokens": ids})))
         elif path == b"/detokenize":
-            text = self._engine.tokenizer.decode(orjson.loads(body)["tokens"], skip_special_tokens=False)
+            text = self._engine.tokenizer.decode(
+                orjson.loads(body)["tokens"], skip_special_tokens=False
+            )
             self.write(response(orjson.dumps({"prompt": text})))
         elif path in (b"/health", b"/version", b"/server_info", b"/weight_info", b"/is_paused"):
             self.write(response(b'{"weight_version": "default", "is_paused": false}'))
@@ -93,7 +104,8 @@ class Connection(asyncio.Protocol):
         delay: float = 0.0,
         started: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a stream of `chunks`: after `delay` seconds `at_once` of them, then one every `pace` seconds.
+        """Write a stream of `chunks`: after `delay` seconds `at_once` of them, then one every
+        `pace` seconds.
 
         Calls `started` before the first chunk.
         """
@@ -119,21 +131,35 @@ class Connection(asyncio.Protocol):
 
 
 class Prepared:
-    """Encoded replies. The paced one has all `words` and `token_ids`, one token a word, every `pace` seconds.
+    """Encoded replies. The paced one has all `words` and `token_ids`, one token a word, every
+    `pace` seconds.
 
     The immediate reply has the first `short` of them.
     """
 
     def __init__(
-        self, tokenizer: Path, *, words: list[str], token_ids: list[int], stop_id: int, short: int, pace: float
+        self,
+        tokenizer: Path,
+        *,
+        words: list[str],
+        token_ids: list[int],
+        stop_id: int,
+        short: int,
+        pace: float,
     ) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self._pace, self._token_ids = pace, [*token_ids, stop_id]
         self._times: dict[str, float] = {}
-        self._generated = response(b"".join(_events([*token_ids[:short], stop_id], 1)), b"text/event-stream")
+        self._generated = response(
+            b"".join(_events([*token_ids[:short], stop_id], 1)), b"text/event-stream"
+        )
         self._chat = response(chat_body("".join(words[:short])))
-        self._chat_paced = [chunk(chat_event({"content": word})) for word in words] + [chunk(chat_event({}, "stop"))]
-        self._paced = cache(lambda interval: [chunk(event) for event in _events(self._token_ids, interval)])
+        self._chat_paced = [chunk(chat_event({"content": word})) for word in words] + [
+            chunk(chat_event({}, "stop"))
+        ]
+        self._paced = cache(
+            lambda interval: [chunk(event) for event in _events(self._token_ids, interval)]
+        )
 
     def answer(self, connection: Connection, path: bytes, body: bytes) -> None:
         number = _NUMBER.search(body)
@@ -146,7 +172,9 @@ class Prepared:
             def started() -> None:
                 self._times[number[1].decode()] = time.monotonic()
 
-            connection.write_stream(chunks, self._pace * interval, delay=FIRST_TOKEN_SECONDS, started=started)
+            connection.write_stream(
+                chunks, self._pace * interval, delay=FIRST_TOKEN_SECONDS, started=started
+            )
         else:
             connection.write(self._generated if path.endswith(b"generate") else self._chat)
 
@@ -154,17 +182,24 @@ class Prepared:
 def _events(token_ids: list[int], interval: int) -> list[bytes]:
     """Return the events of a reply: as vLLM, `interval` tokens after the first one."""
     length = len(token_ids)
-    steps = [token_ids[:1], *(token_ids[first : first + interval] for first in range(1, length, interval))]
+    steps = [
+        token_ids[:1],
+        *(token_ids[first : first + interval] for first in range(1, length, interval)),
+    ]
     finishes = [None] * (len(steps) - 1) + ["stop"]
     return [
-        generate_event(step, [-0.125] * len(step), finish, length) for step, finish in zip(steps, finishes, strict=True)
+        generate_event(step, [-0.125] * len(step), finish, length)
+        for step, finish in zip(steps, finishes, strict=True)
     ]
 
 
 class Sampling:
-    """Samples from `tests/bench/model.py`: the first `burst` tokens at once, then one every `pace` seconds."""
+    """Samples from `tests/bench/model.py`: the first `burst` tokens at once, then one every `pace`
+    seconds."""
 
-    def __init__(self, tokenizer: Path, *, lengths: tuple[int, int], burst: int, pace: float) -> None:
+    def __init__(
+        self, tokenizer: Path, *, lengths: tuple[int, int], burst: int, pace: float
+    ) -> None:
         self._model, self._burst, self._pace = Model(tokenizer, *lengths), burst, pace
         self.tokenizer = self._model.tokenizer
 
@@ -182,13 +217,17 @@ class Sampling:
         end = min(len(completion.token_ids), done + request["sampling_params"]["max_tokens"])
         events = []
         for first, last in self._steps(done, end, interval):
-            finish = None if last < end else "stop" if end == len(completion.token_ids) else "length"
+            finish = (
+                None if last < end else "stop" if end == len(completion.token_ids) else "length"
+            )
             steps = completion.token_ids[first:last], completion.logprobs[first:last]
             events.append(generate_event(*steps, finish, end - done))
         self._stream(connection, events, done, end, interval)
 
     def _chat(self, connection: Connection, request: dict[str, Any]) -> None:
-        ids = self._model.complete([len(request["messages"])], []).token_ids[: request["max_tokens"]]
+        ids = self._model.complete([len(request["messages"])], []).token_ids[
+            : request["max_tokens"]
+        ]
         word = cache(lambda token_id: self._model.text([token_id]))
         if not request.get("stream"):
             return connection.write(response(chat_body("".join(map(word, ids)))))
@@ -196,20 +235,32 @@ class Sampling:
         self._stream(connection, [chat_event({"content": text}) for text in texts], 0, len(ids), 1)
 
     def _steps(self, done: int, end: int, interval: int) -> list[tuple[int, int]]:
-        """Return the tokens of each event of a reply, as ranges: as vLLM, `interval` tokens after the first one."""
+        """Return the tokens of each event of a reply, as ranges: as vLLM, `interval` tokens after
+        the first one."""
         burst_end = max(done, min(end, self._burst))
-        burst = [(first, min(first + _BURST_EVENT, burst_end)) for first in range(done, burst_end, _BURST_EVENT)]
+        burst = [
+            (first, min(first + _BURST_EVENT, burst_end))
+            for first in range(done, burst_end, _BURST_EVENT)
+        ]
         first = [] if burst or burst_end == end else [(burst_end, burst_end + 1)]
         paced = range(burst_end + len(first), end, interval)
         return burst + first + [(token, min(token + interval, end)) for token in paced]
 
-    def _stream(self, connection: Connection, events: list[bytes], done: int, end: int, interval: int) -> None:
+    def _stream(
+        self, connection: Connection, events: list[bytes], done: int, end: int, interval: int
+    ) -> None:
         at_once = sum(last <= self._burst for _, last in self._steps(done, end, interval))
         connection.write_stream(list(map(chunk, events)), self._pace * interval, at_once=at_once)
 
 
-def response(body: bytes, content_type: bytes = b"application/json", status: bytes = b"200 OK") -> bytes:
-    head = b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (status, content_type, len(body))
+def response(
+    body: bytes, content_type: bytes = b"application/json", status: bytes = b"200 OK"
+) -> bytes:
+    head = b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (
+        status,
+        content_type,
+        len(body),
+    )
     return head + body
 
 
@@ -222,9 +273,13 @@ def event(value: object) -> bytes:
 
 
 def generate_event(
-    token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None = None, length: int = 0
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    finish_reason: str | None = None,
+    length: int = 0,
 ) -> bytes:
-    """Return an event of newly sampled tokens. With the finish reason, `length` is that of the whole completion."""
+    """Return an event of newly sampled tokens. With the finish reason, `length` is that of the
+    whole completion."""
     choice = {
         "index": 0,
         "finish_reason": finish_reason,
@@ -232,7 +287,9 @@ def generate_event(
         "token_ids": token_ids,
         "routed_experts": None,
         "sampling_mask": None,
-        "weight_versions": [{"version": "default", "start": 0, "end": length}] if finish_reason else None,
+        "weight_versions": [{"version": "default", "start": 0, "end": length}]
+        if finish_reason
+        else None,
         "logprobs": {
             "content": [
                 {"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}
@@ -240,18 +297,24 @@ def generate_event(
             ]
         },
     }
-    return event({"request_id": "bench", "usage": None, "output_mode": "tokens", "choices": [choice]})
+    return event(
+        {"request_id": "bench", "usage": None, "output_mode": "tokens", "choices": [choice]}
+    )
 
 
 def chat_event(delta: dict, finish_reason: str | None = None) -> bytes:
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    return event({"id": "bench", "object": "chat.completion.chunk", "model": "bench", "choices": [choice]})
+    return event(
+        {"id": "bench", "object": "chat.completion.chunk", "model": "bench", "choices": [choice]}
+    )
 
 
 def chat_body(text: str) -> bytes:
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-    return orjson.dumps({"id": "bench", "object": "chat.completion", "model": "bench", "choices": [choice]})
+    return orjson.dumps(
+        {"id": "bench", "object": "chat.completion", "model": "bench", "choices": [choice]}
+    )
 
 
 async def serve(engine: Prepared | Sampling, port: int) -> None:

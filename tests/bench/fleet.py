@@ -1,7 +1,9 @@
-"""A fleet of Ray nodes: sessions an hour by their number, the way of a session's rows, and the queue in virtual time.
+"""A fleet of Ray nodes: sessions an hour by their number, the way of a session's rows, and the
+queue in virtual time.
 
-The nodes are on this machine, so only sleep can run beside sleep: a session waits for most of its time, as one does for
-a GPU elsewhere. The queue is the runner's own, with nodes and sessions that are numbers.
+The nodes are on this machine, so only sleep can run beside sleep: a session waits for most of its
+time, as one does for a GPU elsewhere. The queue is the runner's own, with nodes and sessions that
+are numbers.
 """
 
 import heapq
@@ -38,7 +40,8 @@ time.sleep(float(sys.argv[1]))
 
 @contextmanager
 def cluster(slots: int) -> Iterator[Any]:
-    """Yield a cluster whose first node runs no sessions, and a function that adds a node with so many slots."""
+    """Yield a cluster whose first node runs no sessions, and a function that adds a node with so
+    many slots."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -61,7 +64,10 @@ def measure_nodes(model: Path, seconds: float, slots: int) -> dict[str, Rows]:
             with ScriptedEngine(AutoTokenizer.from_pretrained(model)) as engine:
                 engine.otherwise = lambda request: Say("Done.")
                 run = rolltap.rollout(
-                    [rolltap.Task(id=f"t{n}", instruction="go", evaluate=["true"]) for n in range(4 * number)],
+                    [
+                        rolltap.Task(id=f"t{n}", instruction="go", evaluate=["true"])
+                        for n in range(4 * number)
+                    ],
                     harness=rolltap.Harness(name="timed", **program),
                     engine=engine.url,
                     model=model,
@@ -71,7 +77,9 @@ def measure_nodes(model: Path, seconds: float, slots: int) -> dict[str, Rows]:
                     ray=made.address,
                 )
             sessions = run.sessions()
-            taken = max(each.finished_at for each in sessions) - min(each.started_at for each in sessions)
+            taken = max(each.finished_at for each in sessions) - min(
+                each.started_at for each in sessions
+            )
             hourly = len(sessions) / taken.total_seconds() * 3600
             rows.append(
                 {
@@ -83,17 +91,23 @@ def measure_nodes(model: Path, seconds: float, slots: int) -> dict[str, Rows]:
                 }
             )
         way = measure_way(Path(folder, "1"), Path(folder, "written"))
-    return {f"{slots} slots a node, sessions of {seconds} s": rows, "the way of a session's rows": way}
+    return {
+        f"{slots} slots a node, sessions of {seconds} s": rows,
+        "the way of a session's rows": way,
+    }
 
 
 def measure_way(run: Path, out: Path) -> Rows:
-    """Put the rows of each session into the object store, and have them written by the actor of a fleet."""
+    """Put the rows of each session into the object store, and have them written by the actor of a
+    fleet."""
     import ray
 
     packages = []
     for session in rolltap.open_run(run).sessions():
         with tempfile.TemporaryDirectory() as folder:
-            one = rolltap.open_run(run).filter(Path(folder, "one"), session_ids=[session.session_id], progress=False)
+            one = rolltap.open_run(run).filter(
+                Path(folder, "one"), session_ids=[session.session_id], progress=False
+            )
             packages.append(Shard(one.path).package())
     out.mkdir()
     writer = ray.remote(num_cpus=0)(Writer).remote(str(out))
@@ -118,8 +132,11 @@ def measure_way(run: Path, out: Path) -> Rows:
     ]
 
 
-def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16, losses: int = 0) -> Rows:
-    """Run sessions in virtual time, on nodes of which one is five times slower, and some are lost on the way."""
+def simulate(
+    nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16, losses: int = 0
+) -> Rows:
+    """Run sessions in virtual time, on nodes of which one is five times slower, and some are lost
+    on the way."""
     draw = random.Random(0)
     queue, clock = SessionQueue(retries=2), 0.0
     names = [f"node-{number:02}" for number in range(nodes)]
@@ -150,7 +167,10 @@ def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16
             break
         at = min([math.inf if due is None else due, *(event[0] for event in events[:1])])
         if queue.counts["waiting"]:
-            busy, queued = busy + len(running) * (at - clock), queued + slots * len(set(names)) * (at - clock)
+            busy, queued = (
+                busy + len(running) * (at - clock),
+                queued + slots * len(set(names)) * (at - clock),
+            )
         clock = at
         if events and events[0][0] == at:
             _, session_id = heapq.heappop(events)

@@ -1,14 +1,17 @@
-"""Floating-point operations of an optimizer step, counted from shapes. A multiply and an add are two.
+"""Floating-point operations of an optimizer step, counted from shapes. A multiply and an add are
+two.
 
-Counted are the matrices: linear layers and convolutions, attention and the delta rule, and the head. Element-wise work
-is not.
+Counted are the matrices: linear layers and convolutions, attention and the delta rule, and the
+head. Element-wise work is not.
 
-- A linear layer takes 2 * inputs * outputs forward for each token. Its backward pass takes as much for the gradient of
-  its input, and as much again for that of its weight, if it is trained.
-- Attention takes 4 * heads * head size forward for each pair of a query and a key that it sees. The backward pass of
-  flash attention takes 2.5 times that: five products instead of two.
-- Checkpointing runs each layer forward again, except for its last linear layer: nothing needs that one's output.
-- The head takes 4 times its forward pass for each scored token: logits are not kept, but computed again backward.
+- A linear layer takes 2 * inputs * outputs forward for each token. Its backward pass takes as much
+  for the gradient of its input, and as much again for that of its weight, if it is trained.
+- Attention takes 4 * heads * head size forward for each pair of a query and a key that it sees. The
+  backward pass of flash attention takes 2.5 times that: five products instead of two.
+- Checkpointing runs each layer forward again, except for its last linear layer: nothing needs that
+  one's output.
+- The head takes 4 times its forward pass for each scored token: logits are not kept, but computed
+  again backward.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,7 +59,8 @@ def costs(model: Any) -> Costs:
     forward = backward = last = 0.0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv1d) and module is not head:
-            # a convolution runs over one channel at a time, so both take each weight once for a token
+            # a convolution runs over one channel at a time, so both take each weight once for a
+            # token
             once = 2.0 * module.weight.numel()
             forward += once
             backward += once * (2 if module.weight.requires_grad else 1)
@@ -65,14 +69,17 @@ def costs(model: Any) -> Costs:
     if linear := layers(config, "linear_attention"):
         k, v = config.linear_key_head_dim, config.linear_value_head_dim
         # for a token and value head: products in its chunk, and with the state
-        delta = linear * config.linear_num_value_heads * (2.0 * _CHUNK * (3 * k + 2 * v) + 6.0 * k * v)
+        delta = (
+            linear * config.linear_num_value_heads * (2.0 * _CHUNK * (3 * k + 2 * v) + 6.0 * k * v)
+        )
         forward, backward = forward + delta, backward + 2 * delta
     pair = 4.0 * layers(config, "full_attention") * config.num_attention_heads * config.head_dim
     return Costs(forward, backward, pair, 2.0 * head.weight.numel(), last)
 
 
 def of_padded(rows: Sequence[Row], parts: Iterable[Sequence[int]]) -> Work:
-    """Return the work of rows as batches, each as wide as its longest row. `parts` are the indices of each batch."""
+    """Return the work of rows as batches, each as wide as its longest row. `parts` are the indices
+    of each batch."""
     tokens = 0
     pairs = 0
     scored = 0

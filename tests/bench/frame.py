@@ -19,7 +19,8 @@ Rows = list[dict[str, Any]]
 
 
 def command(measure: Callable[..., dict[str, Rows]]) -> click.Command:
-    """Return a command of a function with click's options that returns rows by the title of their table.
+    """Return a command of a function with click's options that returns rows by the title of their
+    table.
 
     The exit status is 1 when a row has something `wrong`. `--json` prints the rows as JSON.
     """
@@ -33,13 +34,19 @@ def command(measure: Callable[..., dict[str, Rows]]) -> click.Command:
             show(title, rows)
         sys.exit(any(row.get("wrong") for rows in found.values() for row in rows))
 
-    return click.command(click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")(main))
+    return click.command(
+        click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")(main)
+    )
 
 
 def show(title: str, rows: Rows) -> None:
-    """Print a table: a line for each row, or for each figure if there are more figures than rows."""
+    """Print a table: a line for each row, or for each figure if there are more figures than
+    rows."""
     figures = list(dict.fromkeys(figure for row in rows for figure in row))
-    lines = [[figure.replace("_", " "), *(_text(row.get(figure, "")) for row in rows)] for figure in figures]
+    lines = [
+        [figure.replace("_", " "), *(_text(row.get(figure, "")) for row in rows)]
+        for figure in figures
+    ]
     head, *body = lines if len(figures) > len(rows) else map(list, zip(*lines, strict=True))
     table = Table(title=title)
     for number, name in enumerate(head):
@@ -70,7 +77,9 @@ def prose(rng: random.Random, words: int) -> str:
 
 def _existing(context: click.Context, parameter: click.Parameter, folder: Path) -> Path:
     if not folder.is_dir():
-        raise click.ClickException(f"{folder} is missing: make it with recipes/quickstart/make_model.py {folder}")
+        raise click.ClickException(
+            f"{folder} is missing: make it with recipes/quickstart/make_model.py {folder}"
+        )
     return folder
 
 

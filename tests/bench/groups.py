@@ -1,7 +1,8 @@
-"""Generated groups of sessions: shared prompts, turns of sampled tokens and results, compactions and sub-agents.
+"""Generated groups of sessions: shared prompts, turns of sampled tokens and results, compactions
+and sub-agents.
 
-The numbers of tokens are those of coding agents, divided by a scale. The token ids are random, but the same for the
-same seed.
+The numbers of tokens are those of coding agents, divided by a scale. The token ids are random, but
+the same for the same seed.
 """
 
 from dataclasses import dataclass, replace
@@ -30,9 +31,11 @@ class Shape:
     """Least and largest number of turns."""
     sessions: int = 8
     compactions: tuple[int, ...] = (2, 6)
-    """Sessions that are compacted after 60 % of their turns: they go on with the shared prompt and a summary."""
+    """Sessions that are compacted after 60 % of their turns: they go on with the shared prompt and
+    a summary."""
     subagents: tuple[int, ...] = (4,)
-    """Sessions with a sub-agent of a quarter of their turns. It has the first half of the shared prompt."""
+    """Sessions with a sub-agent of a quarter of their turns. It has the first half of the shared
+    prompt."""
 
 
 LONG = Shape(20_000, (60, 120))
@@ -42,10 +45,14 @@ SHORT, SHORT_SCALE = Shape(600, (2, 3), compactions=(), subagents=()), 6
 """Sessions of about 200 tokens, as those of the quickstart, and their scale."""
 
 
-def generate(shape: Shape, *, scale: float, vocabulary: int, seed: int, group: str = "group") -> TraceBatch:
-    """Return the labelled `prefix_merging` traces of one group, all numbers of tokens divided by `scale`.
+def generate(
+    shape: Shape, *, scale: float, vocabulary: int, seed: int, group: str = "group"
+) -> TraceBatch:
+    """Return the labelled `prefix_merging` traces of one group, all numbers of tokens divided by
+    `scale`.
 
-    Every second session has reward 1, the others 0. The log-probabilities are those of a model that knows nothing.
+    Every second session has reward 1, the others 0. The log-probabilities are those of a model that
+    knows nothing.
     """
     sampler = _Sampler(np.random.default_rng([seed, *group.encode()]), scale, vocabulary)
     shared = sampler.ids(shape.prompt)
@@ -68,7 +75,8 @@ def generate(shape: Shape, *, scale: float, vocabulary: int, seed: int, group: s
 
 
 def single(length: int, *, vocabulary: int) -> TraceBatch:
-    """Return one trace of `length` tokens: a prompt of a quarter of them, then turns that sample 16 of 64 tokens.
+    """Return one trace of `length` tokens: a prompt of a quarter of them, then turns that sample 16
+    of 64 tokens.
 
     Its session has reward 1, and another without a trace has 0, so that it has an advantage.
     """
@@ -87,7 +95,10 @@ def single(length: int, *, vocabulary: int) -> TraceBatch:
         weight_versions=[VersionSpan(version="0", start=0, end=count)],
         group_id="group",
     )
-    rewards = {"long": GroupReward(group_id="group", reward=1.0), "other": GroupReward(group_id="group", reward=0.0)}
+    rewards = {
+        "long": GroupReward(group_id="group", reward=1.0),
+        "other": GroupReward(group_id="group", reward=0.0),
+    }
     return TraceBatch(traces=[trace], rewards=rewards)
 
 
@@ -104,7 +115,9 @@ class _Sampler:
     def ids(self, tokens: float) -> list[int]:
         """Return random ids, as many as `tokens` divided by the scale, and at least 1."""
         # 0 and 1 are the padding and the end token
-        return list(self.rng.integers(2, self.vocabulary, size=max(1, round(tokens / self.scale))).tolist())
+        return list(
+            self.rng.integers(2, self.vocabulary, size=max(1, round(tokens / self.scale))).tolist()
+        )
 
 
 class _Session:
@@ -127,5 +140,7 @@ class _Session:
         ids = self._sampler.ids(tokens)
         logprobs = [-float(np.log(self._sampler.vocabulary))] * len(ids)
         number = len(self.calls)
-        self.calls.append(make_call(number, prompt, ids, session_id=self.name, role=role, logprobs=logprobs))
+        self.calls.append(
+            make_call(number, prompt, ids, session_id=self.name, role=role, logprobs=logprobs)
+        )
         return prompt + ids, ids

@@ -2,16 +2,17 @@
 
     python -m tests.bench.isolation
 
-The runtimes take turns in each round, so that a slower minute of the machine is one for all. Numbers are medians, and
-their ratio to `process` stands below them. A runtime that this machine lacks is left out.
+The runtimes take turns in each round, so that a slower minute of the machine is one for all.
+Numbers are medians, and their ratio to `process` stands below them. A runtime that this machine
+lacks is left out.
 
     box         a box is made, a program that does nothing runs in it, and the box is gone
     round trip  1 KiB to the peer and back, over one connection
     connection  a new connection and one round trip
     down, up    many bytes over one connection
 
-The peer (`tests/bench/peer.py`) stands in place of the recorder: a process of its own, or in this process where a box
-has a network of its own.
+The peer (`tests/bench/peer.py`) stands in place of the recorder: a process of its own, or in this
+process where a box has a network of its own.
 """
 
 import asyncio
@@ -71,7 +72,12 @@ def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
     """Return a new box; in a container with a root folder of this machine's programs."""
     number = len(list(folder.iterdir()))
     accept = accept_with(lambda client: Handler(client, None, None))
-    fields = {"name": f"bench-{folder.name}-{name}-{number}", "workdir": "/workspace", "proxy": proxy, "accept": accept}
+    fields = {
+        "name": f"bench-{folder.name}-{name}-{number}",
+        "workdir": "/workspace",
+        "proxy": proxy,
+        "accept": accept,
+    }
     box = folder / str(number)
     box.mkdir()
     made = make_spec(box, **fields) if name == "container" else spec_in(box, **fields)
@@ -90,7 +96,8 @@ async def start_and_end(runtime: Runtime, spec: BoxSpec) -> dict[str, float]:
 
 
 async def way_out(runtime: Runtime, spec: BoxSpec, sizes: Sequence[int]) -> dict[str, float]:
-    """Return the measurements of a program that talks to the peer, of sizes as the peer takes them."""
+    """Return the measurements of a program that talks to the peer, of sizes as the peer takes
+    them."""
     async with runtime.box(spec) as box:
         assert box.proxy is not None
         command = [PYTHON, PEER.name, "ask", box.proxy, *map(str, sizes)]
@@ -119,9 +126,13 @@ async def measure(boxes: int, rounds: int, sizes: Sequence[int]) -> Rows:
         for number in range(max(boxes, rounds)):
             for name, runtime in runtimes.items():
                 if number < boxes:
-                    samples[name].append(await start_and_end(runtime, spec(name, Path(scratch), address)))
+                    samples[name].append(
+                        await start_and_end(runtime, spec(name, Path(scratch), address))
+                    )
                 if number < rounds:
-                    samples[name].append(await way_out(runtime, spec(name, Path(scratch), address), sizes))
+                    samples[name].append(
+                        await way_out(runtime, spec(name, Path(scratch), address), sizes)
+                    )
     rows: Rows = []
     for name, measured in samples.items():
         row: dict[str, Any] = {"runtime": name}
@@ -133,13 +144,30 @@ async def measure(boxes: int, rounds: int, sizes: Sequence[int]) -> Rows:
 
 
 @command
-@click.option("--boxes", default=20, show_default=True, help="Boxes whose start and end are measured.")
+@click.option(
+    "--boxes", default=20, show_default=True, help="Boxes whose start and end are measured."
+)
 @click.option("--rounds", default=5, show_default=True, help="Boxes whose way out is measured.")
-@click.option("--round-trips", default=2_000, show_default=True, help="Of 1 KiB over one connection, a box.")
-@click.option("--connections", default=200, show_default=True, help="New ones with one round trip each, a box.")
-@click.option("--megabytes", default=200, show_default=True, help="In each direction over one connection, a box.")
-def main(boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int) -> dict[str, Rows]:
-    """Measure the start and the end of a box and its way out, in every runtime that this machine has."""
+@click.option(
+    "--round-trips", default=2_000, show_default=True, help="Of 1 KiB over one connection, a box."
+)
+@click.option(
+    "--connections",
+    default=200,
+    show_default=True,
+    help="New ones with one round trip each, a box.",
+)
+@click.option(
+    "--megabytes",
+    default=200,
+    show_default=True,
+    help="In each direction over one connection, a box.",
+)
+def main(
+    boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int
+) -> dict[str, Rows]:
+    """Measure the start and the end of a box and its way out, in every runtime that this machine
+    has."""
     return {"runtimes": asyncio.run(measure(boxes, rounds, (round_trips, connections, megabytes)))}
 
 

@@ -1,4 +1,5 @@
-"""A script for `mitmdump -s` that measures how late the event loop is, beside the addons of the recorder."""
+"""A script for `mitmdump -s` that measures how late the event loop is, beside the addons of the
+recorder."""
 
 import asyncio
 import os

@@ -1,4 +1,5 @@
-"""The load of the soak: sessions whose conversations grow, each with a client that repeats requests as SDKs do."""
+"""The load of the soak: sessions whose conversations grow, each with a client that repeats requests
+as SDKs do."""
 
 import asyncio
 import json
@@ -63,7 +64,9 @@ class Log:
 async def play(plan: Plan, sessions: int) -> Log:
     log = Log()
     context = ssl.create_default_context(cafile=plan.ca)
-    await asyncio.gather(*(Session(plan, number, context, log).play() for number in range(sessions)))
+    await asyncio.gather(
+        *(Session(plan, number, context, log).play() for number in range(sessions))
+    )
     return log
 
 
@@ -81,7 +84,9 @@ class Session:
             "proxy_auth": aiohttp.BasicAuth(self._id, "x"),
             "ssl": context,
         }
-        self._items = self._api.said(f"Fix the program of session {self._id}. {prose(self._rng, 300)}")
+        self._items = self._api.said(
+            f"Fix the program of session {self._id}. {prose(self._rng, 300)}"
+        )
 
     async def play(self) -> None:
         """Take turns until the end of the plan, or until a turn failed for good."""
@@ -94,7 +99,8 @@ class Session:
                 await asyncio.sleep(self._rng.uniform(0, 1))
 
     async def _turn(self) -> bool:
-        """Get a reply and append it and the next message. Returns False when no attempt succeeded."""
+        """Get a reply and append it and the next message. Returns False when no attempt
+        succeeded."""
         retries = 0
         """The count of SDKs: repetitions of a request that got no headers."""
         for attempt in range(ATTEMPTS):
@@ -125,7 +131,9 @@ class Session:
             headers["x-stainless-retry-count"] = str(retries)
         hang_up = streamed and time.time() >= self._plan.chaos and self._rng.random() < HANG_UPS
         started = time.monotonic()
-        async with self._http.post(api.url(streamed), data=data, headers=headers, **self._options) as response:
+        async with self._http.post(
+            api.url(streamed), data=data, headers=headers, **self._options
+        ) as response:
             waited = time.monotonic() - started
             if response.status != 200:
                 await response.read()
@@ -149,7 +157,8 @@ class Session:
         return answer
 
     async def _hang_up(self, response: aiohttp.ClientResponse) -> None:
-        """Close the connection in the middle of the stream. Does nothing when the stream ends before."""
+        """Close the connection in the middle of the stream. Does nothing when the stream ends
+        before."""
         for _ in range(self._rng.randint(1, 10)):
             if not await response.content.readany():
                 raise Failure("a stream without an end")

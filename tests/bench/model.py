@@ -1,8 +1,9 @@
-"""A model whose replies can be computed again: that of a prompt follows from the prompt and two sampled words.
+"""A model whose replies can be computed again: that of a prompt follows from the prompt and two
+sampled words.
 
-The two words are drawn at random, so that two samples of one prompt differ. Every other token and every log-probability
-follows from them. So the rows of a run tell what the engine must have sent, and an engine that is restarted continues a
-reply that another process began.
+The two words are drawn at random, so that two samples of one prompt differ. Every other token and
+every log-probability follows from them. So the rows of a run tell what the engine must have sent,
+and an engine that is restarted continues a reply that another process began.
 """
 
 import random
@@ -28,7 +29,8 @@ class Divergence(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole reply: its tokens with the end-of-turn token, and their log-probabilities, which float32 holds."""
+    """A whole reply: its tokens with the end-of-turn token, and their log-probabilities, which
+    float32 holds."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -37,14 +39,17 @@ class Completion:
 class Model:
     """Replies of `shortest` to about `longest` tokens in the chat format of the quickstart's model.
 
-    Half of them begin with reasoning. Half end with a tool call, which is a quarter of their tokens.
+    Half of them begin with reasoning. Half end with a tool call, which is a quarter of their
+    tokens.
     """
 
     def __init__(self, tokenizer: Path, shortest: int, longest: int) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self._shortest, self._longest = shortest, longest
         vocabulary = self.tokenizer.get_vocab()
-        self._words = sorted(i for token, i in vocabulary.items() if re.fullmatch("Ġ[a-z]{3,}", token))
+        self._words = sorted(
+            i for token, i in vocabulary.items() if re.fullmatch("Ġ[a-z]{3,}", token)
+        )
         self._stop = vocabulary["<|im_end|>"]
         self._start = self._encode("<|im_start|>assistant\n")
         self._odd = [self._encode(text) for text in _ODD]
@@ -67,11 +72,14 @@ class Model:
         done = token_ids[start:]
         completion = self.complete(token_ids[:start], done)
         if completion.token_ids[: len(done)] != done:
-            raise Divergence(f"{len(done)} tokens to continue are not those of the model: {done[:20]}")
+            raise Divergence(
+                f"{len(done)} tokens to continue are not those of the model: {done[:20]}"
+            )
         return completion, len(done)
 
     def complete(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> Completion:
-        """Return the reply to a prompt that begins with `sampled`. Words that it lacks are drawn."""
+        """Return the reply to a prompt that begins with `sampled`. Words that it lacks are
+        drawn."""
         prompt = crc32(np.asarray(prompt_ids, np.int32).tobytes())
         opening = self._think if prompt & 1 else []
         drawn = list(sampled[len(opening) : len(opening) + _DRAWN])

@@ -16,7 +16,12 @@ _FIELDS = (
     "num_key_value_heads",
     "head_dim",
 )
-_LINEAR_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+_LINEAR_FIELDS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 _SIZES = {
     "tiny": (128, 32, 64, 4, 2, 1, 16),
     "tiny-hybrid": (128, 32, 64, 4, 2, 1, 16),
@@ -27,7 +32,8 @@ _SIZES = {
 }
 """Name -> values of `_FIELDS`."""
 _LINEAR_SIZES = {"tiny-hybrid": (2, 4, 16, 16), "small-hybrid": (2, 4, 64, 64)}
-"""Name -> values of `_LINEAR_FIELDS`, of the models in which three of four layers are Gated DeltaNet."""
+"""Name -> values of `_LINEAR_FIELDS`, of the models in which three of four layers are Gated
+DeltaNet."""
 _REAL = {"4b": "qwen3-4b", "4b-hybrid": "qwen3.5-4b"}
 """Name -> a configuration in `tests/models`, of which the text part is taken."""
 NETWORKS = [*_SIZES, *_REAL]
@@ -36,13 +42,22 @@ NETWORKS = [*_SIZES, *_REAL]
 def configuration(name: str) -> Any:
     """Return the configuration of a model, for long traces and the special tokens of the bench."""
     if name in _REAL:
-        config = AutoConfig.from_pretrained(Path(__file__).parents[1] / "models" / _REAL[name]).get_text_config()
+        config = AutoConfig.from_pretrained(
+            Path(__file__).parents[1] / "models" / _REAL[name]
+        ).get_text_config()
     elif name in _LINEAR_SIZES:
         sizes = zip(_FIELDS + _LINEAR_FIELDS, _SIZES[name] + _LINEAR_SIZES[name], strict=True)
         config = Qwen3_5TextConfig(**dict(sizes))
     else:
         config = Qwen3Config(**dict(zip(_FIELDS, _SIZES[name], strict=True)))
-    config.update({"max_position_embeddings": 2**20, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None})
+    config.update(
+        {
+            "max_position_embeddings": 2**20,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": None,
+        }
+    )
     return config
 
 
@@ -59,7 +74,9 @@ def network(name: str, *, device: str, dtype: torch.dtype, lora: bool) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(configuration(name), dtype=dtype)
         if lora:
-            adapter = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+            adapter = LoraConfig(
+                r=16, lora_alpha=16, target_modules="all-linear", init_lora_weights=False
+            )
             model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     return model.train()
 

@@ -1,7 +1,7 @@
 """Both ends of a connection through a relay, of Python's standard library alone.
 
-`serve` prints its port and answers until it is killed. `ask HOST:PORT ROUND_TRIPS CONNECTIONS MEGABYTES` prints what it
-measured as JSON.
+`serve` prints its port and answers until it is killed. `ask HOST:PORT ROUND_TRIPS CONNECTIONS
+MEGABYTES` prints what it measured as JSON.
 """
 
 import json
@@ -15,7 +15,8 @@ MESSAGE = b"x" * 1024
 """Payload of a round trip."""
 _BLOCK = bytes(1 << 16)
 _HEAD = struct.Struct("!cQ")
-"""Request: `e` to get as many bytes back, `d` to download them, `u` to upload them, and their number."""
+"""Request: `e` to get as many bytes back, `d` to download them, `u` to upload them, and their
+number."""
 
 
 class Handler(socketserver.BaseRequestHandler):
@@ -47,7 +48,9 @@ def _receive(connection, size):
     """Receive `size` bytes. Return the last part of them, all of a message."""
     part = b""
     while size:
-        part = connection.recv(min(size, len(_BLOCK)), socket.MSG_WAITALL if size <= len(_BLOCK) else 0)
+        part = connection.recv(
+            min(size, len(_BLOCK)), socket.MSG_WAITALL if size <= len(_BLOCK) else 0
+        )
         if not part:
             raise SystemExit("the connection was closed")
         size -= len(part)
@@ -55,7 +58,8 @@ def _receive(connection, size):
 
 
 def ask(address, round_trips, connections, megabytes):
-    """Return seconds of each round trip and of each new connection with one, and bytes a second of both directions."""
+    """Return seconds of each round trip and of each new connection with one, and bytes a second of
+    both directions."""
     with _connect(address) as connection:
         _echo(connection)
         trips = [_timed(_echo, connection) for _ in range(round_trips)]
@@ -63,7 +67,12 @@ def ask(address, round_trips, connections, megabytes):
         down = _timed(_download, connection, size)
         up = _timed(_upload, connection, size)
     opened = [_timed(_open, address) for _ in range(connections)]
-    return {"round_trips": trips, "connections": opened, "download": size / down, "upload": size / up}
+    return {
+        "round_trips": trips,
+        "connections": opened,
+        "download": size / down,
+        "upload": size / up,
+    }
 
 
 def _connect(address):

@@ -1,4 +1,5 @@
-"""The processes of a bench: mitmdump with its scripts, and engines. They can be killed and started again."""
+"""The processes of a bench: mitmdump with its scripts, and engines. They can be killed and started
+again."""
 
 import json
 import os
@@ -19,7 +20,8 @@ _STOP_SECONDS = 30
 
 
 class Child:
-    """A process that announces its port. A context manager. It keeps the port when it is started again."""
+    """A process that announces its port. A context manager. It keeps the port when it is started
+    again."""
 
     process: subprocess.Popen[str]
 
@@ -27,7 +29,8 @@ class Child:
         self.port = 0
 
     def start(self) -> None:
-        """Start the process. Returns when it serves. Raises `ClickException` when it ends before."""
+        """Start the process. Returns when it serves. Raises `ClickException` when it ends
+        before."""
         raise NotImplementedError
 
     @property
@@ -72,7 +75,9 @@ class Engine(Child):
         self._command = [sys.executable, "-m", "tests.bench.engines", kind, path]
 
     def start(self) -> None:
-        self.process = subprocess.Popen([*self._command, str(self.port)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            [*self._command, str(self.port)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -81,9 +86,12 @@ class Engine(Child):
 
 
 class Mitmdump(Child):
-    """mitmdump with `scripts`, one of which announces its address as the recorder does. Logs to `folder/NAME.log`."""
+    """mitmdump with `scripts`, one of which announces its address as the recorder does. Logs to
+    `folder/NAME.log`."""
 
-    def __init__(self, name: str, folder: Path, scripts: list[Path], settings: dict[str, object]) -> None:
+    def __init__(
+        self, name: str, folder: Path, scripts: list[Path], settings: dict[str, object]
+    ) -> None:
         super().__init__()
         self.name = name
         self.log = folder / f"{name}.log"
@@ -101,7 +109,8 @@ class Mitmdump(Child):
         return cls("bare redirect", folder, [REDIRECT], {"bench_engine": engine.url})
 
     def measuring(self, samples: Path) -> Self:
-        """Append samples of the event loop's lateness to a file, from its start on. Returns itself."""
+        """Append samples of the event loop's lateness to a file, from its start on. Returns
+        itself."""
         self._scripts.append(LAG)
         self._settings["bench_lag"] = samples
         return self
@@ -115,7 +124,9 @@ class Mitmdump(Child):
         for script in self._scripts:
             options += ["-s", script]
         env = {"PYTHONUNBUFFERED": "1", "PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        self.process, address = start_mitmdump(*options, settings=self._settings, log=self.log, env=env)
+        self.process, address = start_mitmdump(
+            *options, settings=self._settings, log=self.log, env=env
+        )
         if address is None:
             raise click.ClickException(f"mitmdump ended:\n{self.log.read_text()}")
         self.port = address["port"]
@@ -124,4 +135,6 @@ class Mitmdump(Child):
 def resident_mb(pid: int) -> float:
     """Return the memory of a process in MB, without mapped files."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+    return next(
+        int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon")
+    )

@@ -2,10 +2,11 @@
 
     python -m tests.bench.prompts
 
-One process without an engine plays a coding session of tool calls and their results, in Chat Completions bodies. Times
-are CPU milliseconds: medians of the last turns before each length. Decoding the body is the same for both. Prompts are
-rendered in full twice: with an empty cache of texts ("rendered"), and after the same conversation was rendered ("texts
-kept"). The ratio is "texts kept" over "continued".
+One process without an engine plays a coding session of tool calls and their results, in Chat
+Completions bodies. Times are CPU milliseconds: medians of the last turns before each length.
+Decoding the body is the same for both. Prompts are rendered in full twice: with an empty cache of
+texts ("rendered"), and after the same conversation was rendered ("texts kept"). The ratio is "texts
+kept" over "continued".
 """
 
 import json
@@ -47,7 +48,10 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
     tools = [_tool(rng, name) for name in ("bash", "read", "write", "edit", "search")]
     bodies = RecentBodies(KeptTexts())
     conversations = Conversations(rendering)
-    messages: list[Message] = [{"role": "system", "content": prose(rng, 100)}, {"role": "user", "content": "Fix it."}]
+    messages: list[Message] = [
+        {"role": "system", "content": prose(rng, 100)},
+        {"role": "user", "content": "Fix it."},
+    ]
     for number in range(10_000):
         body = json.dumps({"model": "bench", "messages": messages, "tools": tools}).encode()
         started = time.process_time()
@@ -64,18 +68,34 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
         sampled.issue(str(number))
         reply = sampled.to_message()
         conversations.add(str(number), prompt, completion_ids, reply)
-        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": prose(rng, 100)}
+        result = {
+            "role": "tool",
+            "tool_call_id": reply["tool_calls"][0]["id"],
+            "content": prose(rng, 100),
+        }
         messages = [*messages, reply, result]
 
 
 def _tool(rng: random.Random, name: str) -> Tool:
-    parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-    return {"type": "function", "function": {"name": name, "description": prose(rng, 20), "parameters": parameters}}
+    parameters = {
+        "type": "object",
+        "properties": {"command": {"type": "string"}},
+        "required": ["command"],
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": prose(rng, 20), "parameters": parameters},
+    }
 
 
 def _sampled(rng: random.Random, number: int) -> str:
-    call = json.dumps({"name": "bash", "arguments": {"command": f"sed -n {number}p file.py | {prose(rng, 8)}"}})
-    return f"<think>\n{prose(rng, 30)}\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+    call = json.dumps(
+        {"name": "bash", "arguments": {"command": f"sed -n {number}p file.py | {prose(rng, 8)}"}}
+    )
+    return (
+        f"<think>\n{prose(rng, 30)}\n</think>\n\nI"
+        f" look.\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+    )
 
 
 def _render(rendering: Rendering, call: ModelCall) -> float:
@@ -90,7 +110,13 @@ def _milliseconds(seconds: Iterable[float]) -> float:
 
 
 @command
-@click.option("--tokens", type=int, multiple=True, default=(1_000, 4_000, 16_000, 64_000, 128_000), show_default=True)
+@click.option(
+    "--tokens",
+    type=int,
+    multiple=True,
+    default=(1_000, 4_000, 16_000, 64_000, 128_000),
+    show_default=True,
+)
 @model_option
 def main(tokens: tuple[int, ...], model: Path) -> dict[str, Rows]:
     """Measure what a prompt costs in CPU time as its conversation grows."""

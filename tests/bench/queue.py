@@ -1,7 +1,7 @@
 """The queue in virtual time: what the phases of sessions are worth, and what the queue costs.
 
-Sessions run log-normal times with sigma 1, the median of which is 1. `busy` is the share of the slots for running that
-run, over the whole time.
+Sessions run log-normal times with sigma 1, the median of which is 1. `busy` is the share of the
+slots for running that run, over the whole time.
 """
 
 import time
@@ -18,12 +18,20 @@ SESSIONS_OF_A_GROUP = 8
 @command
 @click.option("--sessions", default=1000, show_default=True, help="Sessions, in groups of 8.")
 @click.option("--slots", default=32, show_default=True, help="Sessions that run at a time.")
-@click.option("--prepare", default=0.1, show_default=True, help="Time to prepare a session, of the median to run.")
-@click.option("--judge", default=0.1, show_default=True, help="Time to judge a session, of the median to run.")
+@click.option(
+    "--prepare",
+    default=0.1,
+    show_default=True,
+    help="Time to prepare a session, of the median to run.",
+)
+@click.option(
+    "--judge", default=0.1, show_default=True, help="Time to judge a session, of the median to run."
+)
 def main(sessions: int, slots: int, prepare: float, judge: float) -> dict[str, Rows]:
     """Run the same sessions with one slot for all phases, and with slots of their own."""
     groups = [
-        [f"{group}-{index}" for index in range(SESSIONS_OF_A_GROUP)] for group in range(sessions // SESSIONS_OF_A_GROUP)
+        [f"{group}-{index}" for index in range(SESSIONS_OF_A_GROUP)]
+        for group in range(sessions // SESSIONS_OF_A_GROUP)
     ]
     phases = long_tailed(0, prepare=prepare, judge=judge)
     run = sum(phases(session_id)[1] for group in groups for session_id in group)
@@ -45,7 +53,10 @@ def main(sessions: int, slots: int, prepare: float, judge: float) -> dict[str, R
         queue.add_node("", given)
         seen = simulate(queue, groups, times)
         taken = time.process_time() - began
-        waited = [seen.closed[f"g{number}"] - seen.closed.get(f"g{number - 1}", 0.0) for number in range(len(groups))]
+        waited = [
+            seen.closed[f"g{number}"] - seen.closed.get(f"g{number - 1}", 0.0)
+            for number in range(len(groups))
+        ]
         rows.append(
             {
                 "case": name,

@@ -2,8 +2,9 @@
 
     python -m tests.bench.ratios RUN MODEL bfloat16
 
-RUN was recorded from an engine that serves MODEL in this type. Each recorded call is scored by the model as it is
-trained, in one piece. Prints how far the ratios exp(trainer's log-probability - engine's) are from 1.
+RUN was recorded from an engine that serves MODEL in this type. Each recorded call is scored by the
+model as it is trained, in one piece. Prints how far the ratios exp(trainer's log-probability -
+engine's) are from 1.
 """
 
 import sys
@@ -35,7 +36,9 @@ def ratios(run: Path, folder: Path, dtype: str) -> np.ndarray:
 
 def main(run: str, folder: str, dtype: str) -> None:
     off = np.abs(ratios(Path(run), Path(folder), dtype) - 1)
-    told = ", ".join(f"{quantile:.0%} within {np.quantile(off, quantile):.2g}" for quantile in QUANTILES)
+    told = ", ".join(
+        f"{quantile:.0%} within {np.quantile(off, quantile):.2g}" for quantile in QUANTILES
+    )
     print(f"{dtype}, {len(off):,} tokens: |ratio - 1| {told}")
 
 

@@ -8,7 +8,8 @@ from mitmproxy import ctx
 
 
 class Redirect:
-    """An addon that sends every request to `bench_engine`, with the mitmproxy options of the recorder."""
+    """An addon that sends every request to `bench_engine`, with the mitmproxy options of the
+    recorder."""
 
     def load(self, loader):
         loader.add_option("bench_engine", str, "", "Base URL of the engine.")
@@ -21,7 +22,11 @@ class Redirect:
 
     def request(self, flow):
         engine = urlsplit(ctx.options.bench_engine)
-        flow.request.scheme, flow.request.host, flow.request.port = "http", engine.hostname, engine.port
+        flow.request.scheme, flow.request.host, flow.request.port = (
+            "http",
+            engine.hostname,
+            engine.port,
+        )
 
     def responseheaders(self, flow):
         flow.response.stream = True

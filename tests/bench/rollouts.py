@@ -1,11 +1,13 @@
-"""The phases of a rollout; and rollouts beside the trainer's steps: how busy the engine is, by the recipe's
-`max_staleness`.
+"""The phases of a rollout; and rollouts beside the trainer's steps: how busy the engine is, by the
+recipe's `max_staleness`.
 
-A rollout runs programs that call the model twice and take a log-normal time in between, with sigma 1.
+A rollout runs programs that call the model twice and take a log-normal time in between, with sigma
+1.
 
-Of trainings the loop, its schedule and its run folder are real. Sessions and steps take time, and compute nothing:
-sessions log-normal times, a judge a tenth of their median. The engine is busy while a session runs. `optimum` are the
-steps of a trainer that never waits, or of an engine whose slots are never free, if these are fewer.
+Of trainings the loop, its schedule and its run folder are real. Sessions and steps take time, and
+compute nothing: sessions log-normal times, a judge a tenth of their median. The engine is busy
+while a session runs. `optimum` are the steps of a trainer that never waits, or of an engine whose
+slots are never free, if these are fewer.
 """
 
 import asyncio
@@ -42,14 +44,23 @@ GROUPS, SESSIONS = 8, 8
 
 
 class Timed(Loop):
-    """A training of which sessions and steps take time. It is also the node of its sessions, and their recorder."""
+    """A training of which sessions and steps take time. It is also the node of its sessions, and
+    their recorder."""
 
     name = ""
 
     def __init__(self, folder: Path, median: float, slots: int, steps: int, ahead: int) -> None:
-        settings = {"publish": "lora", "lora": {"r": 1}, "max_staleness": ahead, "adapters": ahead + 2}
+        settings = {
+            "publish": "lora",
+            "lora": {"r": 1},
+            "max_staleness": ahead,
+            "adapters": ahead + 2,
+        }
         super().__init__(folder, groups_per_step=GROUPS, concurrency=slots, **settings)
-        further = {"steps": steps + ahead + 1, "sessions": SESSIONS}  # a training that goes on after the measurement
+        further = {
+            "steps": steps + ahead + 1,
+            "sessions": SESSIONS,
+        }  # a training that goes on after the measurement
         self.recipe = self.recipe.model_copy(update=further)
         self.slots = self.recipe.slots()
         self.steps = steps
@@ -109,7 +120,8 @@ class Timed(Loop):
         return GroupRunner([self], advance, retries=0, give_up_after=8)
 
     def train(self, seconds: float) -> float:
-        """Take the steps, which take so long each without their rollouts. Returns the seconds of all."""
+        """Take the steps, which take so long each without their rollouts. Returns the seconds of
+        all."""
         source = self.source(0)
         source.trainer.log_metrics = lambda metrics: self.ages.append(metrics.get("age/max", 0.0))
         with RunWriter(self.folder, "never") as self.writer:
@@ -118,7 +130,10 @@ class Timed(Loop):
                 source.trainer.state.global_step = step
                 source.before_batch()
                 ledger = source(self.rows_of(step)).ledger
-                self.stale, self.recorded = self.stale + ledger.left_out.get("stale", 0), self.recorded + ledger.sampled
+                self.stale, self.recorded = (
+                    self.stale + ledger.left_out.get("stale", 0),
+                    self.recorded + ledger.sampled,
+                )
                 time.sleep(seconds)
             self.count(0)
             taken = time.monotonic() - began
@@ -160,7 +175,8 @@ def scripted(model: Path) -> Iterator[str]:
 
 
 def phases(model: Path, folder: Path, median: float, slots: int, engine: str | None) -> Rows:
-    """Roll out 32 sessions in each case, whose programs take log-normal times, and judges a tenth of their median."""
+    """Roll out 32 sessions in each case, whose programs take log-normal times, and judges a tenth
+    of their median."""
     workspace = folder / "workspace"
     for number in range(FILES):
         file = workspace / str(number // 100) / f"{number}.txt"
@@ -175,7 +191,11 @@ def phases(model: Path, folder: Path, median: float, slots: int, engine: str | N
         "ready 4, judges not warmed": {},
         "ready 4": {},
     }
-    drawn = [random.Random(str(n)).lognormvariate(math.log(median), 1) for _ in tasks for n in range(SESSIONS)]
+    drawn = [
+        random.Random(str(n)).lognormvariate(math.log(median), 1)
+        for _ in tasks
+        for n in range(SESSIONS)
+    ]
     rows: Rows = []
     for name, settings in cases.items():
         with ExitStack() as stack:
@@ -201,7 +221,9 @@ def phases(model: Path, folder: Path, median: float, slots: int, engine: str | N
             {
                 "case": name,
                 "sessions an hour": len(drawn) / taken * 3600,
-                "of the first": (rows[0]["sessions an hour"] * taken / len(drawn) / 3600) ** -1 if rows else 1.0,
+                "of the first": (
+                    (rows[0]["sessions an hour"] * taken / len(drawn) / 3600) ** -1 if rows else 1.0
+                ),
                 "slots used": sum(drawn) / slots / taken,
             }
         )
@@ -210,22 +232,37 @@ def phases(model: Path, folder: Path, median: float, slots: int, engine: str | N
 
 @command
 @model_option
-@click.option("--ahead", is_flag=True, help="Measure trainings whose rollouts run ahead, in place of a rollout.")
-@click.option("--ray", is_flag=True, help="Measure fleets of Ray nodes on this machine, in place of a rollout.")
-@click.option("--engine", help="URL of a vLLM server with the model, in place of a scripted engine.")
+@click.option(
+    "--ahead",
+    is_flag=True,
+    help="Measure trainings whose rollouts run ahead, in place of a rollout.",
+)
+@click.option(
+    "--ray",
+    is_flag=True,
+    help="Measure fleets of Ray nodes on this machine, in place of a rollout.",
+)
+@click.option(
+    "--engine", help="URL of a vLLM server with the model, in place of a scripted engine."
+)
 @click.option("--median", default=0.5, show_default=True, help="Median seconds of a session.")
 @click.option("--slots", default=32, show_default=True, help="Sessions that run at a time.")
 @click.option("--steps", default=8, show_default=True, help="Steps of each training.")
 def main(
     model: Path, ahead: bool, ray: bool, engine: str | None, median: float, slots: int, steps: int
 ) -> dict[str, Rows]:
-    """Measure the phases of a rollout, trainings by how far their rollouts may run ahead, or fleets."""
+    """Measure the phases of a rollout, trainings by how far their rollouts may run ahead, or
+    fleets."""
     if ray:
         placed = [row for losses in (0, 4) for row in fleet.simulate(losses=losses)]
         return {"placement in virtual time": placed, **fleet.measure_nodes(model, median, slots)}
     if not ahead:
         with tempfile.TemporaryDirectory() as folder:
-            return {f"{slots} slots, median {median} s": phases(model, Path(folder), median, slots, engine)}
+            return {
+                f"{slots} slots, median {median} s": phases(
+                    model, Path(folder), median, slots, engine
+                )
+            }
 
     def timed(number: int, seconds: float) -> tuple[Timed, float]:
         with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +289,10 @@ def main(
                     "stale": training.stale / max(1, training.recorded),
                 }
             )
-        title = f"{GROUPS} groups of {SESSIONS}, a training step of {share} times the synchronous rollout"
+        title = (
+            f"{GROUPS} groups of {SESSIONS}, a training step of {share} times the synchronous"
+            " rollout"
+        )
         tables[title] = rows
     return tables
 

@@ -1,12 +1,14 @@
-"""Load a service: many sessions at once through one recorder, each a shell that asks the model with curl.
+"""Load a service: many sessions at once through one recorder, each a shell that asks the model with
+curl.
 
     python -m tests.bench.service --sessions 256
 
-The engine samples 30 tokens a second for each session. A probe asks for /policy again and again: its wait is how late
-the event loop is, with one reading of a small file. The delay of an event is from its time in the journal to its
-arrival at a client that reads all. CPU and memory are those of the processes; `programs` is the CPU of everything that
-the service has started but the recorder: supervisors, shells, curl and judges. Exit status 1 when a session has
-another outcome than `completed`, or a request another status than it should.
+The engine samples 30 tokens a second for each session. A probe asks for /policy again and again:
+its wait is how late the event loop is, with one reading of a small file. The delay of an event is
+from its time in the journal to its arrival at a client that reads all. CPU and memory are those of
+the processes; `programs` is the CPU of everything that the service has started but the recorder:
+supervisors, shells, curl and judges. Exit status 1 when a session has another outcome than
+`completed`, or a request another status than it should.
 """
 
 import http.client
@@ -55,9 +57,14 @@ class Client:
 
     def __init__(self, service: Served) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=600)
-        self._headers = {"authorization": f"Bearer {service.token}", "content-type": "application/json"}
+        self._headers = {
+            "authorization": f"Bearer {service.token}",
+            "content-type": "application/json",
+        }
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> http.client.HTTPResponse:
         self._connection.request(method, path, body and json.dumps(body), self._headers)
         return self._connection.getresponse()
 
@@ -100,7 +107,10 @@ def probe(service: Served, pids: list[int], waits: Waits, over: threading.Event)
             waits.policy.append(seconds)
             waits.wrong += status != 200
             try:
-                waits.memory = [max(most, resident_mb(pid)) for most, pid in zip(waits.memory, pids, strict=True)]
+                waits.memory = [
+                    max(most, resident_mb(pid))
+                    for most, pid in zip(waits.memory, pids, strict=True)
+                ]
             except (OSError, StopIteration):  # the recorder died
                 waits.wrong += 1
                 return
@@ -117,7 +127,9 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 def load(folder: Path, model: Path, at_once: int, rounds: int, turns: int) -> dict[str, Any]:
     """Run `rounds` times as many sessions as run at once, which make `turns` calls each."""
     script = "; ".join(["set -e", *(_ASK % turn for turn in range(turns))])
-    (folder / "harness.toml").write_text(f'name = "curl"\nprogram = "sh"\nheadless = {json.dumps(["-c", script])}\n')
+    (folder / "harness.toml").write_text(
+        f'name = "curl"\nprogram = "sh"\nheadless = {json.dumps(["-c", script])}\n'
+    )
     groups = rounds * at_once // GROUP
     waits, ready, over = Waits(), threading.Event(), threading.Event()
     with ExitStack() as stack:
@@ -137,9 +149,15 @@ def load(folder: Path, model: Path, at_once: int, rounds: int, turns: int) -> di
         service.submit(sessions=1)
         ready.wait()  # the recorder has started, and everything has been used once
         client = stack.enter_context(closing(Client(service)))
-        recorder = next(pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name)
+        recorder = next(
+            pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name
+        )
         pids = [service.process.pid, recorder]
-        idle, before, began = list(map(resident_mb, pids)), list(map(cpu_seconds, pids)), time.monotonic()
+        idle, before, began = (
+            list(map(resident_mb, pids)),
+            list(map(cpu_seconds, pids)),
+            time.monotonic(),
+        )
         probing = threading.Thread(target=probe, args=(service, pids, waits, over))
         probing.start()
         for _ in range(groups):
@@ -152,19 +170,43 @@ def load(folder: Path, model: Path, at_once: int, rounds: int, turns: int) -> di
         probing.join()
     sessions = groups * GROUP
     costs = 1e3 * (np.array(after) - np.array(before)) / sessions
-    row: dict[str, Any] = {"sessions": sessions, "at once": at_once, "calls": sessions * turns, "seconds": taken}
-    for name, own, quiet, most in zip(("service", "recorder"), costs[:, 0], idle, waits.memory, strict=True):
-        row |= {f"{name} CPU ms a session": float(own), f"{name} MB idle": quiet, f"{name} MB most": most}
+    row: dict[str, Any] = {
+        "sessions": sessions,
+        "at once": at_once,
+        "calls": sessions * turns,
+        "seconds": taken,
+    }
+    for name, own, quiet, most in zip(
+        ("service", "recorder"), costs[:, 0], idle, waits.memory, strict=True
+    ):
+        row |= {
+            f"{name} CPU ms a session": float(own),
+            f"{name} MB idle": quiet,
+            f"{name} MB most": most,
+        }
     row["programs CPU ms a session"] = float(costs[0, 1])
-    for name, seconds in (("GET /policy", waits.policy), ("POST /groups", waits.submit), ("event", waits.events)):
+    for name, seconds in (
+        ("GET /policy", waits.policy),
+        ("POST /groups", waits.submit),
+        ("event", waits.events),
+    ):
         p50, p99 = 1e3 * np.percentile(seconds, [50, 99])
-        row |= {f"{name} ms": float(p50), f"{name} p99": float(p99), f"{name} worst": 1e3 * max(seconds)}
-    return row | {"load average": os.getloadavg()[0], "wrong": waits.wrong + ("Traceback" in service.said)}
+        row |= {
+            f"{name} ms": float(p50),
+            f"{name} p99": float(p99),
+            f"{name} worst": 1e3 * max(seconds),
+        }
+    return row | {
+        "load average": os.getloadavg()[0],
+        "wrong": waits.wrong + ("Traceback" in service.said),
+    }
 
 
 @command
 @click.option("--sessions", default=256, show_default=True, help="Sessions that run at once.")
-@click.option("--rounds", default=2, show_default=True, help="All sessions, as a multiple of these.")
+@click.option(
+    "--rounds", default=2, show_default=True, help="All sessions, as a multiple of these."
+)
 @click.option("--turns", default=3, show_default=True, help="Calls of a session.")
 @model_option
 def main(sessions: int, rounds: int, turns: int, model: Path) -> dict[str, Rows]:

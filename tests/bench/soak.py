@@ -1,12 +1,13 @@
-"""Load the recorder with many sessions, then with faults, and compare every token with what the engine sent.
+"""Load the recorder with many sessions, then with faults, and compare every token with what the
+engine sent.
 
     python -m tests.bench.soak --sessions 256 --seconds 300 --chaos-seconds 210
 
-Sessions speak four APIs, half of them with streamed replies, and their conversations grow. The engine samples 30 tokens
-a second for each; what it must have sent follows from a call's prompt and its first tokens (`tests/bench/model.py`).
-Chaos kills recorders with `kill -9`, restarts the engine and fills the disk, while clients hang up. Clients repeat
-requests as SDKs do. Exit status 1 when a token differs, or when a reply that a client received whole is missing,
-differs or is double.
+Sessions speak four APIs, half of them with streamed replies, and their conversations grow. The
+engine samples 30 tokens a second for each; what it must have sent follows from a call's prompt and
+its first tokens (`tests/bench/model.py`). Chaos kills recorders with `kill -9`, restarts the engine
+and fills the disk, while clients hang up. Clients repeat requests as SDKs do. Exit status 1 when a
+token differs, or when a reply that a client received whole is missing, differs or is double.
 """
 
 import asyncio
@@ -42,8 +43,16 @@ DISK = "512m"
 """Size of the disk that is filled up."""
 
 
-def soak(folder: Path, tokenizer: Path, disk: Path | None, sessions: int, seconds: int, chaos_seconds: int) -> Rows:
-    """Play the load and then chaos, with the run on `disk` if there is one. Returns a row for each phase."""
+def soak(
+    folder: Path,
+    tokenizer: Path,
+    disk: Path | None,
+    sessions: int,
+    seconds: int,
+    chaos_seconds: int,
+) -> Rows:
+    """Play the load and then chaos, with the run on `disk` if there is one. Returns a row for each
+    phase."""
     run = (disk or folder) / "run"
     faults: Counter[str] = Counter()
     with ExitStack() as stack:
@@ -53,7 +62,9 @@ def soak(folder: Path, tokenizer: Path, disk: Path | None, sessions: int, second
         chaos = time.time() + seconds
         plan = Plan(recorder.url, recorder.ca, chaos, chaos + chaos_seconds)
         # this thread has little to do, so that it does not keep the clients waiting
-        playing = stack.enter_context(ThreadPoolExecutor(1)).submit(asyncio.run, play(plan, sessions))
+        playing = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            asyncio.run, play(plan, sessions)
+        )
         before = _measure(recorder)
         time.sleep(max(0.0, plan.chaos - time.time()))
         after = _measure(recorder)
@@ -75,21 +86,39 @@ def soak(folder: Path, tokenizer: Path, disk: Path | None, sessions: int, second
         {"phase": "load", **costs},
         {"phase": "chaos", "log lines": ended["log lines"] - after["log lines"], "faults": faults},
     ]
-    for number, verdict in enumerate(judge(run, Model(tokenizer, *LENGTHS), log.replies, plan.chaos)):
-        errors = {kind: count for (during, kind), count in log.errors.most_common() if during == bool(number)}
-        phases[number] |= {"wrong": verdict.wrong, **vars(verdict), **_headers(log, plan, bool(number))}
+    for number, verdict in enumerate(
+        judge(run, Model(tokenizer, *LENGTHS), log.replies, plan.chaos)
+    ):
+        errors = {
+            kind: count
+            for (during, kind), count in log.errors.most_common()
+            if during == bool(number)
+        }
+        phases[number] |= {
+            "wrong": verdict.wrong,
+            **vars(verdict),
+            **_headers(log, plan, bool(number)),
+        }
         phases[number] |= {"errors": errors}
     return phases
 
 
 def _measure(recorder: Mitmdump) -> dict[str, float]:
     lines = recorder.log.read_bytes().count(b"\n")
-    return {"CPU s": recorder.cpu_seconds(), "MB": resident_mb(recorder.process.pid), "log lines": lines}
+    return {
+        "CPU s": recorder.cpu_seconds(),
+        "MB": resident_mb(recorder.process.pid),
+        "log lines": lines,
+    }
 
 
 def _headers(log: Log, plan: Plan, chaos: bool) -> dict[str, float]:
     """Return the times to the headers of streamed replies that ended in a phase."""
-    times = [r.headers_seconds for r in log.replies if r.headers_seconds and (r.at >= plan.chaos) == chaos]
+    times = [
+        r.headers_seconds
+        for r in log.replies
+        if r.headers_seconds and (r.at >= plan.chaos) == chaos
+    ]
     if not times:
         return {}
     p50, p99 = 1e3 * np.percentile(times, [50, 99])
@@ -126,11 +155,15 @@ def _take_all(descriptor: int) -> None:
 
 
 def on_a_small_disk(folder: Path, command: list[str]) -> list[str] | None:
-    """Return a command that sees a small disk at `folder`, or None when this machine lets nobody mount one."""
+    """Return a command that sees a small disk at `folder`, or None when this machine lets nobody
+    mount one."""
     mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
     for options in ("-rm", "-m"):
         prefix = ["unshare", options, "sh", "-c", mount, DISK, str(folder)]
-        if shutil.which("unshare") and not subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        if (
+            shutil.which("unshare")
+            and not subprocess.run([*prefix, "true"], capture_output=True).returncode
+        ):
             return [*prefix, *command]
     return None
 
@@ -138,11 +171,20 @@ def on_a_small_disk(folder: Path, command: list[str]) -> list[str] | None:
 @command
 @click.option("--sessions", default=64, show_default=True)
 @click.option("--seconds", default=60, show_default=True, help="Time without faults.")
-@click.option("--chaos-seconds", default=60, show_default=True, help="Time with faults; 0 for none.")
-@click.option("--disk", type=click.Path(path_type=Path), help="A small disk to fill up. Default: one that is mounted.")
+@click.option(
+    "--chaos-seconds", default=60, show_default=True, help="Time with faults; 0 for none."
+)
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path),
+    help="A small disk to fill up. Default: one that is mounted.",
+)
 @model_option
-def main(sessions: int, seconds: int, chaos_seconds: int, disk: Path | None, model: Path) -> dict[str, Rows]:
-    """Load the recorder with many sessions and faults, and compare every token with the engine's."""
+def main(
+    sessions: int, seconds: int, chaos_seconds: int, disk: Path | None, model: Path
+) -> dict[str, Rows]:
+    """Load the recorder with many sessions and faults, and compare every token with the
+    engine's."""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as folder:
         if disk is None and chaos_seconds:
             # a mount is seen only by the process that makes it, and by those that it starts

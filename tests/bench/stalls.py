@@ -1,7 +1,9 @@
-"""Loads that can stall the recorder: long streams, and a prompt of megabytes. How late is its loop, and who waits?
+"""Loads that can stall the recorder: long streams, and a prompt of megabytes. How late is its loop,
+and who waits?
 
-While a load lasts, another session sends small requests, one after the other with a pause. Their replies are immediate,
-so their times are those of the proxy. The lateness of the loop is measured inside the proxy (`tests/bench/lag.py`).
+While a load lasts, another session sends small requests, one after the other with a pause. Their
+replies are immediate, so their times are those of the proxy. The lateness of the loop is measured
+inside the proxy (`tests/bench/lag.py`).
 """
 
 import asyncio
@@ -24,8 +26,8 @@ PER_SECOND = 30
 SMALL_TOKENS = 32
 PAUSE_SECONDS = 0.05
 _BYTES_PER_TOKEN = 2
-"""A stream that has received so many bytes for each of its first tokens has received them all but a tool call. Words
-have more."""
+"""A stream that has received so many bytes for each of its first tokens has received them all but a
+tool call. Words have more."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,12 @@ class Loads:
 
 def measure(folder: Path, tokenizer: Path, loads: Loads) -> Rows:
     length = loads.tokens + PER_SECOND * loads.seconds
-    settings = {"tokenizer": tokenizer, "lengths": [length, length], "burst": loads.tokens, "pace": 1 / PER_SECOND}
+    settings = {
+        "tokenizer": tokenizer,
+        "lengths": [length, length],
+        "burst": loads.tokens,
+        "pace": 1 / PER_SECOND,
+    }
     rows = []
     with Engine("model", folder, settings) as engine:
         bare = Mitmdump.bare(folder, engine)
@@ -55,7 +62,8 @@ def measure(folder: Path, tokenizer: Path, loads: Loads) -> Rows:
 
 @dataclass(frozen=True)
 class Played:
-    """The time in which a load was measured, by `time.monotonic`, and the statuses of its requests."""
+    """The time in which a load was measured, by `time.monotonic`, and the statuses of its
+    requests."""
 
     start: float
     end: float
@@ -70,7 +78,8 @@ class _Streams:
         self.name = f"{loads.streams} streams of {loads.tokens:,} tokens"
 
     async def play(self, proxy: Mitmdump) -> Played:
-        """Play the load. It is measured from the last stream's first tokens to the end of the first stream."""
+        """Play the load. It is measured from the last stream's first tokens to the end of the first
+        stream."""
         long = [asyncio.Event() for _ in range(self._loads.streams)]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._stream(proxy, event)) for event in long]
@@ -79,7 +88,9 @@ class _Streams:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             end = time.monotonic()
         if end - start < self._loads.seconds / 4:
-            raise click.ClickException(f"{proxy.name}: streams ended before all had begun: give more --stream-seconds")
+            raise click.ClickException(
+                f"{proxy.name}: streams ended before all had begun: give more --stream-seconds"
+            )
         return Played(start, end, {task.result() for task in tasks})
 
     async def _stream(self, proxy: Mitmdump, long: asyncio.Event) -> int:
@@ -115,7 +126,9 @@ async def _measure(load: _Streams | _Prompt, proxy: Mitmdump, samples: Path) -> 
         played = await load.play(proxy)
         cpu_share = (proxy.cpu_seconds() - cpu) / (time.monotonic() - started)
     last = played.end + PAUSE_SECONDS  # a pause can cover a short load
-    others = [seconds for ended, seconds in waits if played.start <= ended and ended - seconds <= last]
+    others = [
+        seconds for ended, seconds in waits if played.start <= ended and ended - seconds <= last
+    ]
     late = await _lateness(samples, played)
     return {
         "status": ", ".join(map(str, sorted(played.statuses))),
@@ -132,7 +145,8 @@ async def _measure(load: _Streams | _Prompt, proxy: Mitmdump, samples: Path) -> 
 
 @asynccontextmanager
 async def _others(proxy: Mitmdump, waits: list[tuple[float, float]]) -> AsyncIterator[None]:
-    """Send small requests for the duration of the block, and append the end and the seconds of each to `waits`.
+    """Send small requests for the duration of the block, and append the end and the seconds of each
+    to `waits`.
 
     The first one is answered before the block begins, the last one after it has ended.
     """
@@ -159,7 +173,8 @@ async def _others(proxy: Mitmdump, waits: list[tuple[float, float]]) -> AsyncIte
 
 
 async def _lateness(samples: Path, played: Played) -> np.ndarray:
-    """Return the seconds by which the loop was late under a load. The proxy writes its samples in blocks: waits."""
+    """Return the seconds by which the loop was late under a load. The proxy writes its samples in
+    blocks: waits."""
     while True:
         written = samples.read_bytes() if samples.exists() else b""
         times, late = np.frombuffer(written[: len(written) // 16 * 16]).reshape(-1, 2).T
@@ -175,7 +190,11 @@ def _client(proxy: Mitmdump) -> Client:
 
 
 def _small(text: str = "Go on.") -> dict:
-    return {"model": "bench", "max_tokens": SMALL_TOKENS, "messages": [{"role": "user", "content": text}]}
+    return {
+        "model": "bench",
+        "max_tokens": SMALL_TOKENS,
+        "messages": [{"role": "user", "content": text}],
+    }
 
 
 def _source_text(length: int) -> str:

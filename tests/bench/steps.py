@@ -1,7 +1,8 @@
-"""Optimizer steps of `TraceGRPOTrainer` on the same traces and model, as one packed row or as padded rows.
+"""Optimizer steps of `TraceGRPOTrainer` on the same traces and model, as one packed row or as
+padded rows.
 
-The head is equal: on a CUDA device TRL's fused head computes the scored tokens alone; here it does so on the CPU too,
-where it would compute all tokens of padded rows.
+The head is equal: on a CUDA device TRL's fused head computes the scored tokens alone; here it does
+so on the CPU too, where it would compute all tokens of padded rows.
 """
 
 import os
@@ -44,7 +45,8 @@ class Variant:
 
 
 class Watch(TrainerCallback):
-    """A callback that takes the time of each step (CPU time on the CPU), and the gradients of the first.
+    """A callback that takes the time of each step (CPU time on the CPU), and the gradients of the
+    first.
 
     Attributes:
         forwarded: Tokens of a step that went through the model, padding included.
@@ -61,7 +63,9 @@ class Watch(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = self._now()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Keep the gradients of the first step, on the CPU."""
         if not self._wanted or self.gradients:
             return
@@ -79,7 +83,9 @@ class Watch(TrainerCallback):
         return time.perf_counter()
 
 
-def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gradients: bool = False) -> Watch:
+def run_steps(
+    model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gradients: bool = False
+) -> Watch:
     """Train `steps` steps on the same batch with a learning rate of 0, and return what was seen.
 
     The model keeps its weights. Raises torch's out-of-memory error when a step does not fit.
@@ -129,25 +135,36 @@ def _as_before(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in {model, model.get_base_model() if hasattr(model, "get_base_model") else model}:
+        for module in {
+            model,
+            model.get_base_model() if hasattr(model, "get_base_model") else model,
+        }:
             module.__dict__.pop("forward", None)
             module.activation_checkpointing_disable()
 
 
-def peaks(name: str, device: str, lengths: list[int], variant: Variant, **options: Any) -> list[int]:
-    """Return the bytes that a step on one trace of each length takes at its peak, more than before the step.
+def peaks(
+    name: str, device: str, lengths: list[int], variant: Variant, **options: Any
+) -> list[int]:
+    """Return the bytes that a step on one trace of each length takes at its peak, more than before
+    the step.
 
-    On a CUDA device they are those of its allocator. On the CPU they are those of the resident memory of another
-    process, in which memory that is freed goes back to the system.
+    On a CUDA device they are those of its allocator. On the CPU they are those of the resident
+    memory of another process, in which memory that is freed goes back to the system.
     """
     if device == "cuda":
         return _peaks(name, device, lengths, variant, options)
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"), pool:
+    with (
+        patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"),
+        pool,
+    ):
         return pool.submit(_peaks, name, device, lengths, variant, options).result()
 
 
-def _peaks(name: str, device: str, lengths: list[int], variant: Variant, options: dict[str, Any]) -> list[int]:
+def _peaks(
+    name: str, device: str, lengths: list[int], variant: Variant, options: dict[str, Any]
+) -> list[int]:
     model = network(name, device=device, **options)
     run_steps(model, single(WARM_UP, vocabulary=vocabulary(name)), variant, 1)
     found = []

@@ -2,10 +2,11 @@
 
     python -m tests.bench.store
 
-A commit is a call such as a recorder makes: 666 new tokens, of which 200 sampled, and 3 KB of messages. With the policy
-`call` a number of concurrent calls wait for fsync, as in the recorder. "disk alone" is a loop of appending as many
-bytes and calling fdatasync. The session of the second table grows to 40,000 tokens in 60 calls. Bytes per token are the
-file's bytes over those tokens. JSON Lines hold the same values and the whole prompt in every call.
+A commit is a call such as a recorder makes: 666 new tokens, of which 200 sampled, and 3 KB of
+messages. With the policy `call` a number of concurrent calls wait for fsync, as in the recorder.
+"disk alone" is a loop of appending as many bytes and calling fdatasync. The session of the second
+table grows to 40,000 tokens in 60 calls. Bytes per token are the file's bytes over those tokens.
+JSON Lines hold the same values and the whole prompt in every call.
 """
 
 import asyncio
@@ -30,7 +31,23 @@ from tests.factories import make_call
 TURNS = 60
 NEW_TOKENS, SAMPLED = 466, 200
 """Token counts of a turn: new prompt tokens after the parent's, and the reply."""
-_WORDS = ["the", "file", "has", "a", "test", "that", "fails", "when", "it", "is", "run", "with", "an", "empty", "list"]
+_WORDS = [
+    "the",
+    "file",
+    "has",
+    "a",
+    "test",
+    "that",
+    "fails",
+    "when",
+    "it",
+    "is",
+    "run",
+    "with",
+    "an",
+    "empty",
+    "list",
+]
 
 
 def make_session(number: int) -> Iterator[Call]:
@@ -111,17 +128,29 @@ def _sizes(folder: Path) -> list[dict]:
     lines = (json.dumps(asdict(call), default=str) + "\n" for call in calls)
     sizes["JSON Lines"] = sum(len(line.encode()) for line in lines)
     tokens = len(calls[-1].prompt_ids) + SAMPLED
-    return [{"file": file, "bytes": size, "bytes/token": size / tokens} for file, size in sizes.items()]
+    return [
+        {"file": file, "bytes": size, "bytes/token": size / tokens} for file, size in sizes.items()
+    ]
 
 
 @command
 @click.option("--commits", default=1800, show_default=True, help="Commits a row.")
-@click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure.  [default: the system's]")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="On the disk to measure.  [default: the system's]",
+)
 def main(commits: int, folder: Path | None) -> dict[str, Rows]:
     """Measure commits per second under every sync policy, and bytes per token."""
     sessions = -(-commits // TURNS)
     calls = [call for number in range(sessions) for call in make_session(number)][:commits]
-    policies: list[tuple[Sync, int]] = [("never", 1), ("session", 1), ("call", 1), ("call", 16), ("call", 64)]
+    policies: list[tuple[Sync, int]] = [
+        ("never", 1),
+        ("session", 1),
+        ("call", 1),
+        ("call", 16),
+        ("call", 64),
+    ]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         sizes = _sizes(Path(scratch) / "sizes")
         rows = [_commits(Path(scratch) / f"{sync}-{n}", calls, sync, n) for sync, n in policies]

@@ -9,7 +9,8 @@ from tests.bench.processes import ROOT
 from tests.conftest import vllm_program
 
 deep = pytest.mark.deep
-"""Most benches run to their end in the deep suite only. The code that they measure has tests of its own."""
+"""Most benches run to their end in the deep suite only. The code that they measure has tests of its
+own."""
 
 
 def measured(benchmark, *options):
@@ -24,12 +25,25 @@ def assert_above_zero(rows):
 
 @deep
 def test_every_case_of_every_target_is_measured(tokenizer_folder):
-    few = ["--connections", "1", "--connections", "2", "--requests", "2", "--chunks", "3", "--pace", "0.001"]
+    few = [
+        "--connections",
+        "1",
+        "--connections",
+        "2",
+        "--requests",
+        "2",
+        "--chunks",
+        "3",
+        "--pace",
+        "0.001",
+    ]
     found = measured("recorder", "--model", tokenizer_folder, "--streams", 0, *few)
     assert list(found) == ["replies at once", "streamed"]
     for rows in found.values():
         assert [(row["connections"], row["target"]) for row in rows] == [
-            (connections, target) for connections in (1, 2) for target in ("bare redirect", "recorder")
+            (connections, target)
+            for connections in (1, 2)
+            for target in ("bare redirect", "recorder")
         ]
         assert_above_zero(rows)
 
@@ -37,7 +51,9 @@ def test_every_case_of_every_target_is_measured(tokenizer_folder):
 @deep
 def test_the_lag_of_the_loop_and_the_wait_of_others_are_measured_under_each_load(tokenizer_folder):
     small = ["--streams", 2, "--stream-tokens", 300, "--stream-seconds", 3, "--prompt-mb", 0.05]
-    rows = measured("recorder", "--model", tokenizer_folder, "--connections", 0, *small)["under load"]
+    rows = measured("recorder", "--model", tokenizer_folder, "--connections", 0, *small)[
+        "under load"
+    ]
     assert [(row["target"], row["load"], row["status"]) for row in rows] == [
         (target, load, "200")
         for target in ("bare redirect", "recorder")
@@ -60,16 +76,36 @@ def test_a_soak_compares_every_token_across_the_kill_of_a_recorder(tokenizer_fol
 
 @deep
 def test_prompts_are_measured_at_every_length(tokenizer_folder):
-    (rows,) = measured("prompts", "--model", tokenizer_folder, "--tokens", "1000", "--tokens", "2000").values()
+    (rows,) = measured(
+        "prompts", "--model", tokenizer_folder, "--tokens", "1000", "--tokens", "2000"
+    ).values()
     assert [row["tokens"] // 1000 for row in rows] == [1, 2]
     assert_above_zero(rows)
 
 
 @deep
 def test_long_conversations_are_measured(tokenizer_folder):
-    small = ["--tokens", 2000, "--turns", 3, "--trajectory-tokens", 3000, "--sessions", 2, "--processes", 1]
+    small = [
+        "--tokens",
+        2000,
+        "--turns",
+        3,
+        "--trajectory-tokens",
+        3000,
+        "--sessions",
+        2,
+        "--processes",
+        1,
+    ]
     found = measured(
-        "conversations", "--model", tokenizer_folder, *small, "--session-turns", 12, "--reply-seconds", 0.05
+        "conversations",
+        "--model",
+        tokenizer_folder,
+        *small,
+        "--session-turns",
+        12,
+        "--reply-seconds",
+        0.05,
     )
     assert list(found) == ["turns", "trajectory", "saturated"]
     assert [row["API"] for row in found["turns"]] == ["openai-chat", "anthropic"]
@@ -104,13 +140,25 @@ def test_traces_are_measured_for_a_run_and_for_one_four_times_as_large():
 
 
 def test_a_table_has_a_line_for_each_figure_and_the_model_must_exist(tmp_path):
-    command = [sys.executable, "-m", "tests.bench.traces", "--sessions", "1", "--turns", "1", "--tokens", "10"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bench.traces",
+        "--sessions",
+        "1",
+        "--turns",
+        "1",
+        "--tokens",
+        "10",
+    ]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert {"sessions", "tokens", "traces/s"} <= {
         line.split()[1] for line in output.splitlines() if len(line.split()) > 1
     }
     command = [sys.executable, "-m", "tests.bench.prompts", "--model", tmp_path / "missing"]
-    assert "make_model.py" in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr
+    assert (
+        "make_model.py" in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr
+    )
 
 
 @deep
@@ -138,7 +186,12 @@ def test_every_sync_policy_and_every_file_is_measured(tmp_path):
     ]
     assert_above_zero(found["commits"])
     sizes = {row["file"]: row["bytes"] for row in found["sizes"]}
-    assert sizes["compacted, zstd"] < sizes["compacted"] < sizes["as recorded"] < sizes["JSON Lines"] / 8
+    assert (
+        sizes["compacted, zstd"]
+        < sizes["compacted"]
+        < sizes["as recorded"]
+        < sizes["JSON Lines"] / 8
+    )
 
 
 @deep
@@ -158,7 +211,9 @@ def test_slots_of_their_own_keep_more_sessions_running_than_one_slot_for_all():
 
 @deep
 def test_a_training_is_measured_by_how_far_its_rollouts_may_run_ahead(tokenizer_folder):
-    tables = measured("rollouts", "--ahead", "--model", tokenizer_folder, "--median", 0.02, "--steps", 3)
+    tables = measured(
+        "rollouts", "--ahead", "--model", tokenizer_folder, "--median", 0.02, "--steps", 3
+    )
     for rows in tables.values():
         assert [(row["max_staleness"], row["oldest"] <= row["max_staleness"]) for row in rows] == [
             (0, True),
@@ -170,7 +225,9 @@ def test_a_training_is_measured_by_how_far_its_rollouts_may_run_ahead(tokenizer_
 
 @deep
 def test_the_phases_of_a_rollout_are_measured_case_by_case(tokenizer_folder):
-    (rows,) = measured("rollouts", "--model", tokenizer_folder, "--median", 0.02, "--slots", 8).values()
+    (rows,) = measured(
+        "rollouts", "--model", tokenizer_folder, "--median", 0.02, "--slots", 8
+    ).values()
     assert [row["case"] for row in rows] == [
         "judges hold a slot",
         "ready 0",
@@ -192,7 +249,9 @@ def test_a_fleet_is_measured_by_its_nodes_and_a_larger_one_in_virtual_time(token
 
 @deep
 def test_a_service_is_measured_with_its_recorder_and_no_session_fails(tokenizer_folder):
-    ((row,),) = measured("service", "--model", tokenizer_folder, "--sessions", 8, "--rounds", 1, "--turns", 1).values()
+    ((row,),) = measured(
+        "service", "--model", tokenizer_folder, "--sessions", 8, "--rounds", 1, "--turns", 1
+    ).values()
     assert (row.pop("wrong"), row["sessions"], row["calls"]) == (0, 8, 8)
     assert_above_zero([row])
 

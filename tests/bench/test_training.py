@@ -13,7 +13,9 @@ from tests.bench.networks import checkpoint_bytes, network
 from tests.bench.steps import Variant, run_steps
 
 # PEFT asks for it
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 CPU = {"device": "cpu", "dtype": torch.float32, "lora": False}
 
 
@@ -51,7 +53,9 @@ def test_operations_are_those_that_torch_counts():
     rows, length = 2, 96
     tokens, pairs = rows * length, rows * length * length * model_costs.pair
     with FlopCounterMode(display=False) as forward:
-        hidden = model.get_decoder()(input_ids=torch.ones(rows, length, dtype=torch.long)).last_hidden_state
+        hidden = model.get_decoder()(
+            input_ids=torch.ones(rows, length, dtype=torch.long)
+        ).last_hidden_state
     with FlopCounterMode(display=False) as backward:
         hidden.sum().backward()
     assert forward.get_total_flops() == tokens * model_costs.forward + pairs
@@ -59,7 +63,9 @@ def test_operations_are_those_that_torch_counts():
     # checkpointing runs all but the last linear layer of a layer again
     model.activation_checkpointing_enable()
     with FlopCounterMode(display=False) as counter:
-        model.get_decoder()(input_ids=torch.ones(rows, length, dtype=torch.long)).last_hidden_state.sum().backward()
+        model.get_decoder()(
+            input_ids=torch.ones(rows, length, dtype=torch.long)
+        ).last_hidden_state.sum().backward()
     work = Work(tokens, 0, 0)
     assert counter.get_total_flops() == step_flops(model_costs, work) + 4 * pairs
 
@@ -106,7 +112,11 @@ def test_every_way_to_run_a_group_has_the_same_gradients():
     batch = small_group()
     expected = run_steps(model, batch, Variant("padded"), 1, gradients=True).gradients
     norm = torch.nn.utils.get_total_norm(expected.values())
-    for variant in (Variant("padded", 3), Variant("packed"), Variant("packed", 2, checkpointing=False)):
+    for variant in (
+        Variant("padded", 3),
+        Variant("packed"),
+        Variant("packed", 2, checkpointing=False),
+    ):
         watch = run_steps(model, batch, variant, 2, gradients=True)
         assert len(watch.seconds) == 2
         assert watch.gradients.keys() == expected.keys()
@@ -129,7 +139,11 @@ def test_every_part_is_measured(tmp_path, monkeypatch):
     assert result.exit_code == 0
     found = json.loads(out.read_text())
     assert set(found) == {"environment", *training.PARTS}
-    assert [row["batch"] for row in found["groups"]] == [*SHAPES, "one trace", "short, no checkpointing"]
+    assert [row["batch"] for row in found["groups"]] == [
+        *SHAPES,
+        "one trace",
+        "short, no checkpointing",
+    ]
     for row in found["groups"]:
         assert 0 < row["flops_ratio"] < 1
         assert row["forwarded"] == row["tokens_packed"] < row["tokens"]

@@ -26,7 +26,8 @@ def call(model):
 
 @pytest.fixture
 def found(model, call, tmp_path):
-    """Return a function of replies and fields of the call. It returns the counts above 0 of the verdict on a run."""
+    """Return a function of replies and fields of the call. It returns the counts above 0 of the
+    verdict on a run."""
 
     def found(*replies, calls=1, **fields):
         # a recorder writes no call twice; two writers are two recorders
@@ -66,16 +67,26 @@ def test_a_token_and_a_log_probability_that_differ_are_found(found, call):
 
 
 def test_a_completed_call_that_lacks_its_last_token_is_found(found, call):
-    assert found(REPLY, completion_ids=call.completion_ids[:-1], logprobs=call.logprobs[:-1])["mismatches"] == 1
+    assert (
+        found(REPLY, completion_ids=call.completion_ids[:-1], logprobs=call.logprobs[:-1])[
+            "mismatches"
+        ]
+        == 1
+    )
 
 
 def test_the_tokens_of_a_call_are_those_of_its_prompt(found):
     assert found(REPLY, prompt_ids=[1, 2, 4])["mismatches"] > 20
 
 
-def test_an_engine_continues_a_reply_of_another_process_and_refuses_tokens_that_it_does_not_sample(model, tokenizer):
+def test_an_engine_continues_a_reply_of_another_process_and_refuses_tokens_that_it_does_not_sample(
+    model, tokenizer
+):
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=True, return_dict=False
+        [{"role": "user", "content": "Hello"}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
     completion, done = model.begin(prompt)
     assert done == 0

@@ -5,7 +5,8 @@ import pytest
 from tests.bench.walk import walk
 
 MOST_FILES = 33
-"""Files of `addons` that a streamed, continued Chat call visits. Whoever makes them fewer lowers it."""
+"""Files of `addons` that a streamed, continued Chat call visits. Whoever makes them fewer lowers
+it."""
 
 
 @pytest.fixture
@@ -21,4 +22,6 @@ def test_a_call_visits_few_files_from_the_proxy_to_the_store(found):
 
 def test_a_hop_is_a_call_from_one_file_to_another(found):
     assert ("endpoint/generation.py", "engine/pool.py") in found.hops
-    assert all(caller != callee and {caller, callee} <= {*found.files} for caller, callee in found.hops)
+    assert all(
+        caller != callee and {caller, callee} <= {*found.files} for caller, callee in found.hops
+    )

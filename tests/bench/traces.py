@@ -1,11 +1,13 @@
-"""Measure time and memory of reading a run and building its traces, as the number of sessions grows.
+"""Measure time and memory of reading a run and building its traces, as the number of sessions
+grows.
 
     python -m tests.bench.traces
 
-A generated run and one with four times as many sessions are each read by a process of their own, session by session. A
-session is one conversation. Every call continues the one before. A few of its tokens are sampled, the rest are tool
-results. Tokens are those of the traces. Peak memory is the anonymous memory of the process: mapped pages of the run's
-files are not counted, since the system can reclaim them.
+A generated run and one with four times as many sessions are each read by a process of their own,
+session by session. A session is one conversation. Every call continues the one before. A few of its
+tokens are sampled, the rest are tool results. Tokens are those of the traces. Peak memory is the
+anonymous memory of the process: mapped pages of the run's files are not counted, since the system
+can reclaim them.
 """
 
 import os
@@ -48,7 +50,9 @@ def generate(run: Path, sessions: int, turns: int, tokens: int) -> None:
                 ids = rng.integers(VOCABULARY, size=turn_tokens).tolist()
                 fields = {"call_id": f"{session_id}-{turn:06}", "session_id": session_id}
                 logprobs = (-rng.exponential(size=sampled)).tolist()
-                call = make_call(turn, ids[sampled:], ids[:sampled], after=call, logprobs=logprobs, **fields)
+                call = make_call(
+                    turn, ids[sampled:], ids[:sampled], after=call, logprobs=logprobs, **fields
+                )
                 writer.add_call(call)
             writer.add_session(make_session(session_id))
 
@@ -90,9 +94,12 @@ def _in_a_fresh_process(function: Any, *arguments: Any) -> Any:
 @command
 @click.option("--sessions", default=250, show_default=True, help="Sessions of the smaller run.")
 @click.option("--turns", default=60, show_default=True, help="Calls of a session.")
-@click.option("--tokens", default=40_000, show_default=True, help="Tokens of a session's last call.")
+@click.option(
+    "--tokens", default=40_000, show_default=True, help="Tokens of a session's last call."
+)
 def main(sessions: int, turns: int, tokens: int) -> dict[str, Rows]:
-    """Measure building the traces of a generated run, and of one with four times as many sessions."""
+    """Measure building the traces of a generated run, and of one with four times as many
+    sessions."""
     rows = []
     for number in (sessions, FACTOR * sessions):
         with tempfile.TemporaryDirectory() as folder:

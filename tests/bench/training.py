@@ -3,19 +3,22 @@
     python -m tests.bench.training
     python -m tests.bench.training --device cuda --model 4b --json 4b.json
 
-One process makes optimizer steps of `TraceGRPOTrainer` on generated groups of sessions and a model with random weights,
-by turns in both ways. It needs no engine, no recorder and no network. On a machine that has only the trainer's
-packages, install rolltap with `pip install --no-deps .`.
+One process makes optimizer steps of `TraceGRPOTrainer` on generated groups of sessions and a model
+with random weights, by turns in both ways. It needs no engine, no recorder and no network. On a
+machine that has only the trainer's packages, install rolltap with `pip install --no-deps .`.
 
-On the CPU one thread computes, and seconds are its CPU time, so that other processes do not count. On a CUDA device
-seconds are wall-clock time. Each figure is the least of its rounds.
+On the CPU one thread computes, and seconds are its CPU time, so that other processes do not count.
+On a CUDA device seconds are wall-clock time. Each figure is the least of its rounds.
 
-- groups: 8 sessions with a shared prompt, of which two are compacted and one has a sub-agent, as `prefix_merging`
-  traces; one trace that shares nothing; the steps of the quickstart, without checkpointing. Padded rows have the best
-  of several numbers of micro-batches. "flops ratio" is that of the operations.
+- groups: 8 sessions with a shared prompt, of which two are compacted and one has a sub-agent, as
+  `prefix_merging` traces; one trace that shares nothing; the steps of the quickstart, without
+  checkpointing. Padded rows have the best of several numbers of micro-batches. "flops ratio" is
+  that of the operations.
 - trees: the time of a token in trees of 12k tokens with 21 to 931 segments.
-- layout: the time of spreading sessions over micro-batches and of packing them, for each token of rows of full length.
-- memory: the peak of a step by the length of a trace, and its slope, next to the bytes of the layers' inputs.
+- layout: the time of spreading sessions over micro-batches and of packing them, for each token of
+  rows of full length.
+- memory: the peak of a step by the length of a trace, and its slope, next to the bytes of the
+  layers' inputs.
 """
 
 import json
@@ -85,7 +88,9 @@ class Training:
         found.append({"batch": "one trace", **self._compare(model, alone)})
         model = self._network("quickstart")
         short = generate(SHORT, scale=SHORT_SCALE, vocabulary=vocabulary("quickstart"), seed=0)
-        found.append({"batch": "short, no checkpointing", **self._compare(model, short, checkpointing=False)})
+        found.append(
+            {"batch": "short, no checkpointing", **self._compare(model, short, checkpointing=False)}
+        )
         return found
 
     def trees(self) -> Rows:
@@ -116,7 +121,9 @@ class Training:
         """Return one row for each part of the layout."""
         sessions = []
         for number in range(LAYOUT_GROUPS):
-            batch = generate(LONG, scale=LAYOUT_SCALE, vocabulary=150_000, seed=0, group=str(number))
+            batch = generate(
+                LONG, scale=LAYOUT_SCALE, vocabulary=150_000, seed=0, group=str(number)
+            )
             sessions += sessions_of(batch)
         tokens = sum(len(row.ids) for rows in sessions for row in rows)
         steps: dict[str, Callable[[], Any]] = {
@@ -125,11 +132,14 @@ class Training:
         }
         found = []
         for name, step in steps.items():
-            found.append({"part": name, "tokens": tokens, "ns_per_token": 1e9 * self._least(step) / tokens})
+            found.append(
+                {"part": name, "tokens": tokens, "ns_per_token": 1e9 * self._least(step) / tokens}
+            )
         return found
 
     def memory(self) -> Rows:
-        """Return a row for each way: the peaks by length, and their slope without the shortest lengths."""
+        """Return a row for each way: the peaks by length, and their slope without the shortest
+        lengths."""
         name = self.name if self.device == "cuda" else MEMORY_NETWORK
         ways = {
             "packed": Variant(),
@@ -155,7 +165,9 @@ class Training:
             found.append(row)
         return found
 
-    def _compare(self, model: Any, batch: TraceBatch, *, checkpointing: bool = True) -> dict[str, Any]:
+    def _compare(
+        self, model: Any, batch: TraceBatch, *, checkpointing: bool = True
+    ) -> dict[str, Any]:
         """Return the figures of a batch in both ways."""
         sessions = sessions_of(batch)
         numbers = sorted({-(-len(sessions) // size) for size in SESSIONS_AT_ONCE})
@@ -206,7 +218,8 @@ class Training:
     def _by_turns(
         self, model: Any, batch: TraceBatch, variants: dict[Any, Variant]
     ) -> tuple[dict[Any, float | None], dict[Any, int]]:
-        """Return for each variant the least seconds of a step, None if it does not fit into memory, and its tokens."""
+        """Return for each variant the least seconds of a step, None if it does not fit into memory,
+        and its tokens."""
         seconds: dict[Any, float | None] = dict.fromkeys(variants, float("inf"))
         forwarded: dict[Any, int] = dict.fromkeys(variants, 0)
         words = model.config.get_text_config().vocab_size
@@ -236,17 +249,21 @@ def sessions_of(batch: TraceBatch) -> list[list[Row]]:
 
 
 def row_parts(sessions: list[list[Row]], number: int) -> list[list[int]]:
-    """Return for each of `number` micro-batches the indices of its rows, counted over all sessions."""
+    """Return for each of `number` micro-batches the indices of its rows, counted over all
+    sessions."""
     indices: list[list[int]] = []
     rows = 0
     for session in sessions:
         indices.append([*range(rows, rows + len(session))])
         rows += len(session)
-    return [[row for session in part for row in indices[session]] for part in spread(sessions, number)]
+    return [
+        [row for session in part for row in indices[session]] for part in spread(sessions, number)
+    ]
 
 
 def tree(branches: int, words: int) -> list[Row]:
-    """Return the rows of a tree: a trunk with so many branches, each with as many leaves, which are scored."""
+    """Return the rows of a tree: a trunk with so many branches, each with as many leaves, which are
+    scored."""
     segments = 1 + branches + branches**2
     length = TREE_TOKENS // segments
     random = np.random.default_rng(0)
@@ -264,19 +281,32 @@ def _ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or under is None else over / under
 
 
-@click.command(help="Measure training steps on traces that share prefixes: packed rows against padded rows.")
+@click.command(
+    help="Measure training steps on traces that share prefixes: packed rows against padded rows."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--model", type=click.Choice(NETWORKS), help="small on the CPU, 4b on a CUDA device.")
-@click.option("--scale", type=float, help="Divides numbers of tokens. 16 on the CPU, 4 on a CUDA device.")
+@click.option(
+    "--scale", type=float, help="Divides numbers of tokens. 16 on the CPU, 4 on a CUDA device."
+)
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS, help="Only these.")
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS, help="Only these."
+)
 @click.option("--json", "as_json", type=click.Path(path_type=Path), help="File for all figures.")
 def main(
-    device: str, model: str | None, scale: float | None, rounds: int, parts: tuple[str, ...], as_json: Path | None
+    device: str,
+    model: str | None,
+    scale: float | None,
+    rounds: int,
+    parts: tuple[str, ...],
+    as_json: Path | None,
 ) -> None:
     cuda = device == "cuda"
     if cuda and not torch.cuda.is_available():
-        raise click.ClickException("torch finds no CUDA device: run it on a machine with one, or with --device cpu")
+        raise click.ClickException(
+            "torch finds no CUDA device: run it on a machine with one, or with --device cpu"
+        )
     if not cuda:
         torch.set_num_threads(1)
     name = model or ("4b" if cuda else "small")
@@ -284,7 +314,9 @@ def main(
     found: dict[str, Any] = {
         "environment": {
             "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, 1 thread",
-            "versions": {module.__name__: module.__version__ for module in (torch, transformers, trl, peft)},
+            "versions": {
+                module.__name__: module.__version__ for module in (torch, transformers, trl, peft)
+            },
             "model": bench.name,
             "scale": bench.scale,
             "rounds": rounds,

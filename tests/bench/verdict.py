@@ -1,4 +1,5 @@
-"""The verdict of a soak: every row of the run and every reply of a client, compared with what the engine sent."""
+"""The verdict of a soak: every row of the run and every reply of a client, compared with what the
+engine sent."""
 
 import json
 import re
@@ -24,12 +25,14 @@ class Verdict:
     calls: int = 0
     tokens: int = 0
     mismatches: int = 0
-    """Tokens or log-probabilities that differ from the engine's, and tokens that a completed call lacks."""
+    """Tokens or log-probabilities that differ from the engine's, and tokens that a completed call
+    lacks."""
     received: int = 0
     missing: int = 0
     """Replies that a client received whole and that no row holds."""
     differing: int = 0
-    """Replies whose text or tool calls are not those of their row, or whose row is another session's."""
+    """Replies whose text or tool calls are not those of their row, or whose row is another
+    session's."""
     doubles: int = 0
     """Replies that are in two rows, or that a client received for two requests."""
     unheard: int = 0
@@ -61,7 +64,12 @@ def judge(run: Path, model: Model, replies: list[Received], chaos: float) -> lis
     if not twice:  # the reader refuses such a run
         for session in iter_sessions(run):
             for call in session.calls:
-                _judge(call, model, by_call.pop(call.call_id, []), parts[call.started_at.timestamp() >= chaos])
+                _judge(
+                    call,
+                    model,
+                    by_call.pop(call.call_id, []),
+                    parts[call.started_at.timestamp() >= chaos],
+                )
     for call_id, left in by_call.items():
         part = parts[left[0].at >= chaos]
         part.received += len(left)
@@ -92,14 +100,22 @@ def _judge(call: Call, model: Model, replies: list[Received], part: Verdict) -> 
 
 def _differences(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     both = min(len(ours), len(theirs))
-    return int((np.asarray(ours[:both]) != np.asarray(theirs[:both])).sum()) + max(len(ours), len(theirs)) - both
+    return (
+        int((np.asarray(ours[:both]) != np.asarray(theirs[:both])).sum())
+        + max(len(ours), len(theirs))
+        - both
+    )
 
 
 def _same(call: Call, reply: Received) -> bool:
     message = json.loads(call.reply or "{}")
     functions = [tool_call["function"] for tool_call in message.get("tool_calls", [])]
     calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
-    return (call.session_id, message.get("content"), calls) == (reply.session_id, reply.text, reply.calls)
+    return (call.session_id, message.get("content"), calls) == (
+        reply.session_id,
+        reply.text,
+        reply.calls,
+    )
 
 
 def first_words(call: Call) -> str:

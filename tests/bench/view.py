@@ -1,9 +1,11 @@
-"""Measure `rolltap view` on a large run: time to the first answers, a long call, memory, and a run as one file.
+"""Measure `rolltap view` on a large run: time to the first answers, a long call, memory, and a run
+as one file.
 
     python -m tests.bench.view --model MODEL
 
-The run has sessions that grow to 40,000 tokens in 60 calls, with text that the tokenizer of MODEL made of words. Memory
-is what the server itself holds (RssAnon), without the mapped files of the run.
+The run has sessions that grow to 40,000 tokens in 60 calls, with text that the tokenizer of MODEL
+made of words. Memory is what the server itself holds (RssAnon), without the mapped files of the
+run.
 """
 
 import json
@@ -31,14 +33,31 @@ from tests.factories import START, make_session
 
 ROLLTAP = Path(sys.executable).with_name("rolltap")
 CHROMIUM = Path("/usr/bin/chromium")
-WORDS = ["the", "file", "has", "a", "test", "that", "fails", "when", "I", "run", "it", "so", "read", "one", "line"]
+WORDS = [
+    "the",
+    "file",
+    "has",
+    "a",
+    "test",
+    "that",
+    "fails",
+    "when",
+    "I",
+    "run",
+    "it",
+    "so",
+    "read",
+    "one",
+    "line",
+]
 SAMPLED = 0.3
 """Share of the sampled tokens."""
 GROUP = 8
 
 
 def write_run(folder: Path, model: Path, sessions: int, calls: int, tokens: int) -> Path:
-    """Write a run whose sessions have `tokens` tokens each. The same arguments give the same run."""
+    """Write a run whose sessions have `tokens` tokens each. The same arguments give the same
+    run."""
     some = np.random.default_rng(0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = " ".join(some.choice(WORDS, 50_000))
@@ -53,7 +72,10 @@ def write_run(folder: Path, model: Path, sessions: int, calls: int, tokens: int)
             session_id, before = f"session-{number:04}", None
             for place, start in enumerate(some.integers(0, len(stream) - turn, calls).tolist()):
                 middle, end = start + turn - sampled, start + turn
-                given, said = (text[places[a][0] : places[b - 1][1]] for a, b in ((start, middle), (middle, end)))
+                given, said = (
+                    text[places[a][0] : places[b - 1][1]]
+                    for a, b in ((start, middle), (middle, end))
+                )
                 known = 0 if before is None else len(before)
                 prompt = Tokens(stream[start:middle], before)
                 writer.add_call(
@@ -70,14 +92,20 @@ def write_run(folder: Path, model: Path, sessions: int, calls: int, tokens: int)
                         dialect="openai-chat",
                         model="model",
                         finish_reason="stop",
-                        messages=json.dumps([{"role": "tool" if place else "user", "content": given}]),
+                        messages=json.dumps(
+                            [{"role": "tool" if place else "user", "content": given}]
+                        ),
                         reply=json.dumps({"role": "assistant", "content": said}),
                         started_at=START,
                     )
                 )
                 before = Tokens(stream[middle:end], prompt)
             group = f"g{number // GROUP}"
-            writer.add_session(make_session(session_id, group_id=group, task_id=group, reward=float(some.integers(2))))
+            writer.add_session(
+                make_session(
+                    session_id, group_id=group, task_id=group, reward=float(some.integers(2))
+                )
+            )
             writer.end_session()
     return folder
 
@@ -175,7 +203,8 @@ def serve_times(run: Path, calls: int) -> Rows:
 
 
 def in_browser(address: str, call: str) -> dict[str, float]:
-    """Return the seconds until a browser shows a page, and from clicks to the sessions and to a call in it.
+    """Return the seconds until a browser shows a page, and from clicks to the sessions and to a
+    call in it.
 
     Needs playwright and Debian's Chromium; without them there are none.
     """
@@ -207,25 +236,46 @@ def file_times(run: Path, folder: Path, calls: int, sessions: int, share: float)
     out = folder / "run.html"
     ids = ",".join(f"session-{number:04}" for number in range(sessions))
     start = time.perf_counter()
-    process = subprocess.Popen([ROLLTAP, "view", run, "--out", out, "--sessions", ids], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [ROLLTAP, "view", run, "--out", out, "--sessions", ids], stderr=subprocess.DEVNULL
+    )
     peak = 0.0
     while process.poll() is None:
         peak = max(peak, own_megabytes(process.pid))
         time.sleep(0.05)
     seconds = time.perf_counter() - start
-    size, whole = out.stat().st_size, sum(file.stat().st_size for file in run.glob("*.arrow")) * share
-    row = {"sessions": sessions, "MB": size / 1e6, "MB in the run": whole / 1e6, "of the run": size / whole}
+    size, whole = (
+        out.stat().st_size,
+        sum(file.stat().st_size for file in run.glob("*.arrow")) * share,
+    )
+    row = {
+        "sessions": sessions,
+        "MB": size / 1e6,
+        "MB in the run": whole / 1e6,
+        "of the run": size / whole,
+    }
     shown = in_browser(out.as_uri(), last_call(0, calls))
     return [{**row, "seconds": seconds, "MB of memory": peak, "wrong": process.returncode, **shown}]
 
 
 @command
-@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True, help="Folder with a tokenizer.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, exists=True),
+    required=True,
+    help="Folder with a tokenizer.",
+)
 @click.option("--sessions", default=1000, show_default=True)
 @click.option("--calls", default=60, show_default=True, help="Calls of a session.")
 @click.option("--tokens", default=40_000, show_default=True, help="Tokens of a session.")
-@click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure.  [default: the system's]")
-def main(model: Path, sessions: int, calls: int, tokens: int, folder: Path | None) -> dict[str, Rows]:
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="On the disk to measure.  [default: the system's]",
+)
+def main(
+    model: Path, sessions: int, calls: int, tokens: int, folder: Path | None
+) -> dict[str, Rows]:
     """Measure the server of the page, and a file."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         start = time.perf_counter()
@@ -235,7 +285,11 @@ def main(model: Path, sessions: int, calls: int, tokens: int, folder: Path | Non
         written["seconds to write"] = time.perf_counter() - start
         served = serve_times(run, calls)
         few = min(sessions, 50)
-        return {"run": [written], "server": served, "file": file_times(run, Path(scratch), calls, few, few / sessions)}
+        return {
+            "run": [written],
+            "server": served,
+            "file": file_times(run, Path(scratch), calls, few, few / sessions),
+        }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Count the files, functions and hops between files of a streamed, continued Chat call through a real recorder.
+"""Count the files, functions and hops between files of a streamed, continued Chat call through a
+real recorder.
 
     python -m tests.bench.walk
 
-The call is the second one of a session, with a tool, from CONNECT on a new connection until that is closed: by then its
-row is committed. A hop is a call of a function of `addons` by a function of another file of `addons`.
+The call is the second one of a session, with a tool, from CONNECT on a new connection until that is
+closed: by then its row is committed. A hop is a call of a function of `addons` by a function of
+another file of `addons`.
 """
 
 import json
@@ -23,7 +25,10 @@ from tests.recorder_process import ADDON, CHAT
 from tests.scripted_engine import Say, ScriptedEngine
 
 WALKER = Path(__file__).with_name("walker.py")
-TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "run", "parameters": {"type": "object", "properties": {}}},
+}
 CALL = '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
 
 
@@ -53,9 +58,13 @@ def walk(folder: Path, engine: ScriptedEngine, model: Path) -> Walk:
     messages = [{"role": "user", "content": "Hello"}]
     with recorder:
         _ask(recorder, "GET", "https://api.openai.com/v1/models")
-        while "engines" not in read_metadata(run):  # the first request of a recorder describes the engine, beside it
+        while "engines" not in read_metadata(
+            run
+        ):  # the first request of a recorder describes the engine, beside it
             time.sleep(0.01)
-        reply = json.loads(_post(recorder, {"messages": messages, "tools": [TOOL]}))["choices"][0]["message"]
+        reply = json.loads(_post(recorder, {"messages": messages, "tools": [TOOL]}))["choices"][0][
+            "message"
+        ]
         result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "42"}
         body = {"messages": [*messages, reply, result], "tools": [TOOL], "stream": True}
         assert _post(recorder, body).endswith("data: [DONE]\n\n")
@@ -68,7 +77,10 @@ def _post(recorder: Mitmdump, body: dict) -> str:
 
 def _ask(recorder: Mitmdump, method: str, url: str, **body: dict) -> str:
     """Ask on a new connection. Returns when it is closed."""
-    how = {"proxy": f"http://s1:x@127.0.0.1:{recorder.port}", "verify": ssl.create_default_context(cafile=recorder.ca)}
+    how = {
+        "proxy": f"http://s1:x@127.0.0.1:{recorder.port}",
+        "verify": ssl.create_default_context(cafile=recorder.ca),
+    }
     with httpx.Client(**how, trust_env=False, timeout=60) as client:
         response = client.request(method, url, **body)
     assert response.status_code == 200, response.text
@@ -79,19 +91,33 @@ def _ask(recorder: Mitmdump, method: str, url: str, **body: dict) -> str:
 @model_option
 def main(model: Path) -> dict[str, Rows]:
     """Count what a call visits."""
-    with tempfile.TemporaryDirectory() as folder, ScriptedEngine(AutoTokenizer.from_pretrained(model)) as engine:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ScriptedEngine(AutoTokenizer.from_pretrained(model)) as engine,
+    ):
         found = walk(Path(folder), engine, model)
-    total = {"files": len(found.files), "functions": len(found.functions), "hops": found.hops.total()}
+    total = {
+        "files": len(found.files),
+        "functions": len(found.functions),
+        "hops": found.hops.total(),
+    }
     files = [
         {
             "file": file,
             "functions": sum(function.startswith(f"{file}:") for function in found.functions),
-            "calls of other files": sum(n for (caller, _), n in found.hops.items() if caller == file),
-            "called by other files": sum(n for (_, callee), n in found.hops.items() if callee == file),
+            "calls of other files": sum(
+                n for (caller, _), n in found.hops.items() if caller == file
+            ),
+            "called by other files": sum(
+                n for (_, callee), n in found.hops.items() if callee == file
+            ),
         }
         for file in found.files
     ]
-    hops = [{"from": caller, "to": callee, "hops": n} for (caller, callee), n in found.hops.most_common()]
+    hops = [
+        {"from": caller, "to": callee, "hops": n}
+        for (caller, callee), n in found.hops.most_common()
+    ]
     return {"walk": [total], "files": files, "hops": hops}
 
 

@@ -1,4 +1,5 @@
-"""A script for `mitmdump -s` that writes which files of `addons` a call visits. It is loaded before the recorder."""
+"""A script for `mitmdump -s` that writes which files of `addons` a call visits. It is loaded before
+the recorder."""
 
 import inspect
 import json
@@ -16,16 +17,18 @@ _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 class Walker:
     """An addon that writes the JSON file `bench_walk` whenever a connection of a client is closed.
 
-    The file has all functions that ran in any thread since the connection before was closed, in the order of their
-    first calls, as `file:name`, and all calls of a function by one of another file, as pairs of files. Calls through
-    another package are not among these.
+    The file has all functions that ran in any thread since the connection before was closed, in the
+    order of their first calls, as `file:name`, and all calls of a function by one of another file,
+    as pairs of files. Calls through another package are not among these.
     """
 
     def __init__(self):
         self._clear()
 
     def load(self, loader):
-        loader.add_option("bench_walk", str, "", "File that the functions and the hops are written to.")
+        loader.add_option(
+            "bench_walk", str, "", "File that the functions and the hops are written to."
+        )
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 

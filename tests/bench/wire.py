@@ -1,4 +1,5 @@
-"""The model APIs as the clients of the soak speak them: a growing conversation, its requests and its replies.
+"""The model APIs as the clients of the soak speak them: a growing conversation, its requests and
+its replies.
 
 A conversation is a list of the API's own items. Replies are sent back as they were received.
 """
@@ -9,11 +10,16 @@ from typing import Any
 
 SYSTEM = "You repair programs. Look before you write, and run the tests."
 MAX_TOKENS = 100_000
-_PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"command": {"type": "string"}},
+    "required": ["command"],
+}
 
 
 class Failure(Exception):
-    """A reply that a client cannot use. `kind` groups equal failures. An SDK repeats the request if `retryable`."""
+    """A reply that a client cannot use. `kind` groups equal failures. An SDK repeats the request if
+    `retryable`."""
 
     def __init__(self, kind: str, *, retryable: bool = True, after: float = 0.0) -> None:
         super().__init__(kind)
@@ -22,7 +28,8 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole reply as a client reads it: `items` continue the conversation, `calls` are (id, name, arguments)."""
+    """A whole reply as a client reads it: `items` continue the conversation, `calls` are (id, name,
+    arguments)."""
 
     items: list[dict[str, Any]]
     text: str
@@ -32,8 +39,9 @@ class Answer:
 class Api:
     """A model API, by pure methods.
 
-    A subclass has the `url` and `body` of a request, the items of tool `results`, the answer in a `whole` body, the
-    body that the events of a stream are `joined` to, and `is_end` of a stream's last event.
+    A subclass has the `url` and `body` of a request, the items of tool `results`, the answer in a
+    `whole` body, the body that the events of a stream are `joined` to, and `is_end` of a stream's
+    last event.
     """
 
     name: str
@@ -44,8 +52,13 @@ class Api:
         return [{"role": "user", "content": text}]
 
     def read(self, data: bytes, streamed: bool) -> Answer:
-        """Return the answer in a body or a stream. Raises `Failure`, for instance when a stream's end is missing."""
-        lines = [line[5:].strip() for line in data.split(b"\n") if line.startswith(b"data:")] if streamed else [data]
+        """Return the answer in a body or a stream. Raises `Failure`, for instance when a stream's
+        end is missing."""
+        lines = (
+            [line[5:].strip() for line in data.split(b"\n") if line.startswith(b"data:")]
+            if streamed
+            else [data]
+        )
         events = [json.loads(line) for line in lines if line != b"[DONE]"]
         for event in events:
             if error := event.get("error") or (event.get("response") or {}).get("error"):
@@ -70,12 +83,18 @@ class Chat(Api):
         return {"model": "bench", "messages": messages, "tools": tools, "stream": streamed}
 
     def results(self, answer, text):
-        return [{"role": "tool", "tool_call_id": call_id, "content": text} for call_id, _, _ in answer.calls]
+        return [
+            {"role": "tool", "tool_call_id": call_id, "content": text}
+            for call_id, _, _ in answer.calls
+        ]
 
     def whole(self, value):
         message = value["choices"][0]["message"]
         functions = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
-        calls = [(call_id, called["name"], json.loads(called["arguments"])) for call_id, called in functions]
+        calls = [
+            (call_id, called["name"], json.loads(called["arguments"]))
+            for call_id, called in functions
+        ]
         return Answer([message], message.get("content") or "", calls)
 
     def is_end(self, event):
@@ -83,9 +102,14 @@ class Chat(Api):
 
     def joined(self, events):
         deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-        message = {"role": "assistant", "content": "".join(delta.get("content") or "" for delta in deltas)}
+        message = {
+            "role": "assistant",
+            "content": "".join(delta.get("content") or "" for delta in deltas),
+        }
         if calls := [call for delta in deltas for call in delta.get("tool_calls") or []]:
-            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+            message["tool_calls"] = [
+                {key: call[key] for key in ("id", "type", "function")} for call in calls
+            ]
         return {"choices": [{"message": message}]}
 
 
@@ -102,13 +126,20 @@ class Messages(Api):
         return {**fields, "messages": items, "tools": tools, "stream": streamed}
 
     def results(self, answer, text):
-        results = [{"type": "tool_result", "tool_use_id": call_id, "content": text} for call_id, _, _ in answer.calls]
+        results = [
+            {"type": "tool_result", "tool_use_id": call_id, "content": text}
+            for call_id, _, _ in answer.calls
+        ]
         return [{"role": "user", "content": results}]
 
     def whole(self, value):
         blocks = value["content"]
         text = "".join(block["text"] for block in blocks if block["type"] == "text")
-        calls = [(block["id"], block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+        calls = [
+            (block["id"], block["name"], block["input"])
+            for block in blocks
+            if block["type"] == "tool_use"
+        ]
         return Answer([{"role": "assistant", "content": blocks}], text, calls)
 
     def is_end(self, event):
@@ -139,16 +170,28 @@ class Responses(Api):
         return "https://api.openai.com/v1/responses"
 
     def body(self, items, streamed):
-        tools = [{"type": "function", "name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}]
+        tools = [
+            {
+                "type": "function",
+                "name": "bash",
+                "description": "Run a command.",
+                "parameters": _PARAMETERS,
+            }
+        ]
         fields = {"model": "bench", "instructions": SYSTEM, "store": False, "stream": streamed}
         return {**fields, "input": items, "tools": tools}
 
     def results(self, answer, text):
-        return [{"type": "function_call_output", "call_id": call_id, "output": text} for call_id, _, _ in answer.calls]
+        return [
+            {"type": "function_call_output", "call_id": call_id, "output": text}
+            for call_id, _, _ in answer.calls
+        ]
 
     def whole(self, value):
         output = value["output"]
-        texts = [part["text"] for item in output if item["type"] == "message" for part in item["content"]]
+        texts = [
+            part["text"] for item in output if item["type"] == "message" for part in item["content"]
+        ]
         called = [item for item in output if item["type"] == "function_call"]
         calls = [(item["call_id"], item["name"], json.loads(item["arguments"])) for item in called]
         return Answer(output, "".join(texts), calls)
@@ -170,7 +213,11 @@ class Gemini(Api):
     def body(self, items, streamed):
         function = {"name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}
         system = {"parts": [{"text": SYSTEM}]}
-        return {"contents": items, "systemInstruction": system, "tools": [{"functionDeclarations": [function]}]}
+        return {
+            "contents": items,
+            "systemInstruction": system,
+            "tools": [{"functionDeclarations": [function]}],
+        }
 
     def said(self, text):
         return [{"role": "user", "parts": [{"text": text}]}]
@@ -180,7 +227,9 @@ class Gemini(Api):
             {"name": name, "response": {"output": text}, **({"id": call_id} if call_id else {})}
             for call_id, name, _ in answer.calls
         ]
-        return [{"role": "user", "parts": [{"functionResponse": response} for response in responses]}]
+        return [
+            {"role": "user", "parts": [{"functionResponse": response} for response in responses]}
+        ]
 
     def whole(self, value):
         parts = value["candidates"][0]["content"]["parts"]
@@ -193,7 +242,9 @@ class Gemini(Api):
         return "finishReason" in event["candidates"][0]
 
     def joined(self, events):
-        parts = [part for event in events for part in event["candidates"][0]["content"].get("parts", [])]
+        parts = [
+            part for event in events for part in event["candidates"][0]["content"].get("parts", [])
+        ]
         return {"candidates": [{"content": {"role": "model", "parts": parts}}]}
 
 

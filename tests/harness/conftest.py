@@ -1,4 +1,5 @@
-"""The engine that leads the programs, whose context window fits the longest first prompt, and what records them."""
+"""The engine that leads the programs, whose context window fits the longest first prompt, and what
+records them."""
 
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ from rolltap.trainer.traces.reader import load_sessions
 from tests.harness.play import Played, play_session, tool_call
 from tests.scripted_engine import Say, ScriptedEngine
 
-KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"), "placeholder")
+KEYS = dict.fromkeys(
+    ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"), "placeholder"
+)
 
 
 @pytest.fixture
@@ -25,7 +28,8 @@ def scripted_engine(tokenizer):
 
 @pytest.fixture
 def lead(scripted_engine):
-    """Lead the engine by a function: the text of a prompt -> the text or `Reply` that it samples."""
+    """Lead the engine by a function: the text of a prompt -> the text or `Reply` that it
+    samples."""
 
     def lead(reply):
         def otherwise(request):
@@ -39,7 +43,8 @@ def lead(scripted_engine):
 
 @pytest.fixture
 def write_twice(lead):
-    """Lead the engine to write the file of the instruction in two turns, then to end. A prompt without tools ends.
+    """Lead the engine to write the file of the instruction in two turns, then to end. A prompt
+    without tools ends.
 
     As models do, it says something before each call.
     """
@@ -57,10 +62,13 @@ def write_twice(lead):
 
 @pytest.fixture
 def play(scripted_engine, tokenizer_folder, tmp_path):
-    """Record one session of a program on a task, with a budget and further options of the recorder."""
+    """Record one session of a program on a task, with a budget and further options of the
+    recorder."""
 
     async def play(harness, task, folder=tmp_path, **options):
-        return await play_session(harness, task, scripted_engine, tokenizer_folder, folder, **options)
+        return await play_session(
+            harness, task, scripted_engine, tokenizer_folder, folder, **options
+        )
 
     return play
 
@@ -81,10 +89,18 @@ def home(tmp_path):
 
 @pytest.fixture
 def record(scripted_engine, tokenizer_folder, tmp_path, workspace, home):
-    """Record a command in `workspace` as users do. A harness is given its instruction instead of the command."""
+    """Record a command in `workspace` as users do. A harness is given its instruction instead of
+    the command."""
 
     def record(*command, harness=None, keys=KEYS):
-        options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
+        options = [
+            "--out",
+            tmp_path / "run",
+            "--engine",
+            scripted_engine.url,
+            "--model",
+            tokenizer_folder,
+        ]
         if harness is not None:
             options += ["--harness", harness.name]
             command = harness.command_for(*command)[1 + len(harness.arguments) :]
@@ -104,7 +120,8 @@ def record(scripted_engine, tokenizer_folder, tmp_path, workspace, home):
 
 @pytest.fixture
 def run_rerun(scripted_engine, tmp_path, workspace, home):
-    """Return a function that runs a harness again against its record, and returns the process that has ended.
+    """Return a function that runs a harness again against its record, and returns the process that
+    has ended.
 
     The workspace is emptied, and the home folder has only `files`. The engine is asked for nothing.
     """

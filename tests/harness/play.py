@@ -19,11 +19,13 @@ from rolltap.trainer.traces.reader import iter_sessions
 from tests.harness.programs import PROGRAMS
 
 REQUIRED = "ROLLTAP_REQUIRE_HARNESSES"
-"""Variable that is set where every program is installed: a failed installation must not look like a success."""
+"""Variable that is set where every program is installed: a failed installation must not look like a
+success."""
 
 
 class Played:
-    """A run with the one session of a program that has ended, none without a call; and the output of the program."""
+    """A run with the one session of a program that has ended, none without a call; and the output
+    of the program."""
 
     def __init__(self, run: Path, log: str) -> None:
         self.run, self.log = run, log
@@ -41,7 +43,8 @@ class Played:
 
 
 def installed(name: str) -> Harness:
-    """Return the preset of a program. Ends the test as `missing` does when the program is not installed."""
+    """Return the preset of a program. Ends the test as `missing` does when the program is not
+    installed."""
     harness = Harness.load(name)
     if shutil.which(harness.program) is None:
         if name == "openhands" and not _python_312():
@@ -51,8 +54,11 @@ def installed(name: str) -> Harness:
 
 
 def missing(what: str) -> NoReturn:
-    """Skip the test because `what` is not installed. Where `REQUIRED` is set, as in CI, the test fails instead."""
-    (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(f"{what} is not installed: tests/run.sh installs it")
+    """Skip the test because `what` is not installed. Where `REQUIRED` is set, as in CI, the test
+    fails instead."""
+    (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(
+        f"{what} is not installed: tests/run.sh installs it"
+    )
 
 
 def _python_312() -> bool:
@@ -62,9 +68,17 @@ def _python_312() -> bool:
 
 
 async def play_session(
-    harness: Harness, task: Task, engine, model: Path, folder: Path, *, budget: Budget | None = None, **options: str
+    harness: Harness,
+    task: Task,
+    engine,
+    model: Path,
+    folder: Path,
+    *,
+    budget: Budget | None = None,
+    **options: str,
 ) -> Played:
-    """Record one session into its own run under `folder`, with a budget and further options of the recorder."""
+    """Record one session into its own run under `folder`, with a budget and further options of the
+    recorder."""
     run = folder / "run"
     recorder = {"confdir": str(folder / "mitmproxy"), **options}
     config = RolloutConfig(timeout=240, retries=0, budget=budget or Budget(), recorder=recorder)
@@ -79,7 +93,8 @@ def shell(harness: Harness, command: str) -> str:
 
 
 def tool_call(name: str, arguments: dict) -> str:
-    """Return a turn with unusual JSON: a harness that parses and serialises it again sends other text back."""
+    """Return a turn with unusual JSON: a harness that parses and serialises it again sends other
+    text back."""
     pairs = ",".join(f'  "{key}" :  {_odd(value)}' for key, value in arguments.items())
     call = f'{{"arguments":{{{pairs} }}, "name": "{name}"}}'
     return f"<think>\nI call {name}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"

@@ -1,4 +1,5 @@
-"""The harnesses as the scripted model sees them: their tools, and the rest of what their sessions need.
+"""The harnesses as the scripted model sees them: their tools, and the rest of what their sessions
+need.
 
 `tests/harness` plays them with plain replies, `tests/bench/continuity.py` with awkward ones.
 """
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Action = tuple[str, dict[str, Any]]
-"""A tool's name and arguments. `COMMAND` and `CONTENT` stand for texts and `{n}` for a number of the turn. A key that
-ends in a question mark is optional."""
+"""A tool's name and arguments. `COMMAND` and `CONTENT` stand for texts and `{n}` for a number of
+the turn. A key that ends in a question mark is optional."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Program:
     """Turns of a model in a program without tools, which reads what to do in the text."""
 
     def call(self, place: int, texts: dict[str, str]) -> Action:
-        """Return the action at a place without what is optional, with other texts for some of its own."""
+        """Return the action at a place without what is optional, with other texts for some of its
+        own."""
         name, arguments = self.actions[place]
         required = {key: value for key, value in arguments.items() if not key.endswith("?")}
         return name, fill(required, lambda text: texts.get(text, text))
@@ -51,15 +53,35 @@ _EDIT = "notes-{{n}}.txt\n<<<<<<< SEARCH\n{}=======\nhéllo {{n}}\n>>>>>>> REPLA
 PROGRAMS = {
     "aider": Program(
         [],
-        texts=(_EDIT.format(""), _EDIT.format("not there\n"), "I would edit notes-{n}.txt, which is not there."),
+        texts=(
+            _EDIT.format(""),
+            _EDIT.format("not there\n"),
+            "I would edit notes-{n}.txt, which is not there.",
+        ),
         agent="*SEARCH/REPLACE*",
         config=(".aider.conf.yml", "show-diffs:   false\n"),
     ),
     "claude-code": Program(
         [
-            ("Bash", {"command": "COMMAND", "description?": "Run it", "timeout?": 20000, "run_in_background?": False}),
+            (
+                "Bash",
+                {
+                    "command": "COMMAND",
+                    "description?": "Run it",
+                    "timeout?": 20000,
+                    "run_in_background?": False,
+                },
+            ),
             ("Write", {"content": "CONTENT", "file_path": "notes-{n}.txt"}),
-            ("Edit", {"replace_all?": True, "new_string": "CONTENT", "old_string": "é", "file_path": "notes-{n}.txt"}),
+            (
+                "Edit",
+                {
+                    "replace_all?": True,
+                    "new_string": "CONTENT",
+                    "old_string": "é",
+                    "file_path": "notes-{n}.txt",
+                },
+            ),
             ("Read", {"limit?": 5, "offset?": 1, "file_path": "missing-{n}.txt"}),
             ("ListAgents", {}),
             ("ReportFindings", {"findings": []}),
@@ -80,7 +102,15 @@ PROGRAMS = {
     ),
     "codex": Program(
         [
-            ("exec_command", {"cmd": "COMMAND", "yield_time_ms?": 20000, "login?": False, "max_output_tokens?": 500}),
+            (
+                "exec_command",
+                {
+                    "cmd": "COMMAND",
+                    "yield_time_ms?": 20000,
+                    "login?": False,
+                    "max_output_tokens?": 500,
+                },
+            ),
             ("exec_command", {"workdir": ".", "tty?": True, "cmd": "COMMAND"}),
             ("get_goal", {}),
         ],
@@ -88,7 +118,15 @@ PROGRAMS = {
     ),
     "copilot": Program(
         [
-            ("bash", {"command": "COMMAND", "description": "Run it", "initial_wait?": 20, "mode?": "sync"}),
+            (
+                "bash",
+                {
+                    "command": "COMMAND",
+                    "description": "Run it",
+                    "initial_wait?": 20,
+                    "mode?": "sync",
+                },
+            ),
             ("view", {"path": "{cwd}/missing-{n}.txt", "forceReadLargeFiles?": False}),
             ("glob", {"pattern": "*.{n}"}),
             ("apply_patch", {"input": "CONTENT"}),
@@ -99,7 +137,10 @@ PROGRAMS = {
     ),
     "gemini-cli": Program(
         [
-            ("run_shell_command", {"command": "COMMAND", "description?": "Run it", "is_background?": False}),
+            (
+                "run_shell_command",
+                {"command": "COMMAND", "description?": "Run it", "is_background?": False},
+            ),
             ("write_file", {"content": "CONTENT", "file_path": "notes-{n}.txt"}),
             ("read_file", {"end_line?": 5, "start_line?": 1, "file_path": "missing-{n}.txt"}),
             ("glob", {"pattern": "*.{n}", "case_sensitive?": True}),
@@ -142,10 +183,23 @@ PROGRAMS = {
     ),
     "openhands": Program(
         [
-            ("terminal", {"security_risk": "LOW", "command": "COMMAND", "timeout?": 20, "summary?": "Run it"}),
+            (
+                "terminal",
+                {
+                    "security_risk": "LOW",
+                    "command": "COMMAND",
+                    "timeout?": 20,
+                    "summary?": "Run it",
+                },
+            ),
             (
                 "file_editor",
-                {"path": "{cwd}/notes-{n}.txt", "file_text": "CONTENT", "command": "create", "security_risk": "LOW"},
+                {
+                    "path": "{cwd}/notes-{n}.txt",
+                    "file_text": "CONTENT",
+                    "command": "create",
+                    "security_risk": "LOW",
+                },
             ),
             ("task_tracker", {"command?": "view", "security_risk": "LOW"}),
             ("think", {"thought": "CONTENT"}),
@@ -165,7 +219,10 @@ PROGRAMS = {
     ),
     "qwen-code": Program(
         [
-            ("run_shell_command", {"is_background": False, "command": "COMMAND", "timeout?": 20000}),
+            (
+                "run_shell_command",
+                {"is_background": False, "command": "COMMAND", "timeout?": 20000},
+            ),
             ("write_file", {"content": "CONTENT", "file_path": "notes-{n}.txt"}),
             ("read_file", {"limit?": 5, "offset?": 0, "file_path": "missing-{n}.txt"}),
             ("glob", {"pattern": "*.{n}"}),

@@ -1,4 +1,5 @@
-"""A used-up budget ends a program at once. A prompt over its budget makes it compact its history, or ends it."""
+"""A used-up budget ends a program at once. A prompt over its budget makes it compact its history,
+or ends it."""
 
 import pytest
 
@@ -11,11 +12,14 @@ pytestmark = pytest.mark.harness
 
 TASK = Task(id="work", instruction="Go on working.", evaluate=["true"])
 MOST_REFUSALS = 2
-"""Of a session. A program that retries has more: Codex 6 after status 403, mini-swe-agent 10 in minutes after 400."""
+"""Of a session. A program that retries has more: Codex 6 after status 403, mini-swe-agent 10 in
+minutes after 400."""
 SUMMARY = "I was looking at numbers."
 
 
-@pytest.mark.parametrize("name", cases(["claude-code", "codex", "mini-swe-agent", "qwen-code"], 0, 1))
+@pytest.mark.parametrize(
+    "name", cases(["claude-code", "codex", "mini-swe-agent", "qwen-code"], 0, 1)
+)
 async def test_a_program_ends_when_its_calls_are_used_up(name, lead, play):
     harness = installed(name)
     lead(lambda prompt: shell(harness, "echo hi"))
@@ -28,7 +32,9 @@ async def test_a_program_ends_when_its_calls_are_used_up(name, lead, play):
 
 
 @pytest.mark.parametrize("name", cases(["claude-code", "codex"]))
-async def test_a_program_ends_when_its_sampled_tokens_are_used_up(name, lead, play, scripted_engine):
+async def test_a_program_ends_when_its_sampled_tokens_are_used_up(
+    name, lead, play, scripted_engine
+):
     harness = installed(name)
     said = shell(harness, "echo hi")
     lead(lambda prompt: said)

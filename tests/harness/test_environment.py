@@ -1,4 +1,5 @@
-"""Servers that programs start or reach on loopback, directly and not through the recorder; and Node's own `fetch`."""
+"""Servers that programs start or reach on loopback, directly and not through the recorder; and
+Node's own `fetch`."""
 
 import json
 import shutil
@@ -43,7 +44,9 @@ fetch("https://api.openai.com/v1/chat/completions", asked)
 """
 
 
-def test_a_server_that_the_program_starts_is_reached_and_one_that_is_gone_is_refused_as_without_a_recorder(record):
+def test_a_server_that_the_program_starts_is_reached_and_one_that_is_gone_is_refused_as_without_a_recorder(
+    record,
+):
     played = record(sys.executable, "-c", SERVER)
     pages = ["the agent's own page"] * 4
     assert played.log.splitlines() == [*pages, "[Errno 111] Connection refused"]
@@ -52,7 +55,11 @@ def test_a_server_that_the_program_starts_is_reached_and_one_that_is_gone_is_ref
 
 def test_nodes_own_fetch_is_recorded(record, lead):
     node = shutil.which("node")
-    version = subprocess.run([node, "--version"], capture_output=True, text=True).stdout if node else "v0.0"
+    version = (
+        subprocess.run([node, "--version"], capture_output=True, text=True).stdout
+        if node
+        else "v0.0"
+    )
     if tuple(int(number) for number in version[1:].split(".")[:2]) < (22, 21):
         pytest.skip("needs Node 22.21: tests/run.sh installs it")
     lead(lambda prompt: "Hi.")
@@ -65,11 +72,19 @@ def test_nodes_own_fetch_is_recorded(record, lead):
 @pytest.mark.parametrize("name", cases(["codex", "mini-swe-agent"]))
 async def test_a_shell_of_a_session_reaches_a_local_server(name, local_server, lead, play):
     harness = installed(name)
-    end = shell(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT") if name == "mini-swe-agent" else "It answered."
+    end = (
+        shell(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+        if name == "mini-swe-agent"
+        else "It answered."
+    )
     asks = shell(harness, f"curl -sS {local_server} > answer.txt")
     lead(lambda prompt: end if "<tool_response>" in prompt else asks)
-    task = Task(id="ask", instruction="Ask the local server.", evaluate=["grep", "-q", "pong", "answer.txt"])
+    task = Task(
+        id="ask", instruction="Ask the local server.", evaluate=["grep", "-q", "pong", "answer.txt"]
+    )
     played = await play(harness, task)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [call.kind for call in played.calls] == ["root", "bridged"]
-    assert not [event for event in played.of("refused") if event["host"] in ("localhost", "127.0.0.1")]
+    assert not [
+        event for event in played.of("refused") if event["host"] in ("localhost", "127.0.0.1")
+    ]

@@ -1,4 +1,5 @@
-"""An engine that dies in the middle of a reply: the program sees one reply, or an error without patience."""
+"""An engine that dies in the middle of a reply: the program sees one reply, or an error without
+patience."""
 
 import pytest
 
@@ -10,14 +11,17 @@ from tests.scripted_engine import Answer, Say
 pytestmark = pytest.mark.harness
 
 TASK = Task(
-    id="lines", instruction="Write one line after the other.", evaluate=["grep", "-qz", "^0\n1\n$", "lines.txt"]
+    id="lines",
+    instruction="Write one line after the other.",
+    evaluate=["grep", "-qz", "^0\n1\n$", "lines.txt"],
 )
 BREAK_AFTER = 8
 """Token count before the failure: in the middle of the reasoning."""
 
 
 def lines(harness, fault=None):
-    """Return two turns that write a line, then the end. The first attempt at the second turn is `fault` or breaks off.
+    """Return two turns that write a line, then the end. The first attempt at the second turn is
+    `fault` or breaks off.
 
     A later request gets the tokens that are missing in its prompt.
     """
@@ -41,13 +45,22 @@ async def test_the_program_sees_one_unbroken_reply(name, lead, play, scripted_en
     played = await play(harness, TASK)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     kinds = ["root", "bridged", "bridged"]
-    assert [(call.kind, call.status) for call in played.calls] == [(kind, "completed") for kind in kinds]
+    assert [(call.kind, call.status) for call in played.calls] == [
+        (kind, "completed") for kind in kinds
+    ]
     second = played.calls[1]
     (continued,) = played.of("continued")
     assert continued["call_id"] == second.call_id
-    assert scripted_engine.requests[2]["token_ids"] == second.prompt_ids + second.completion_ids[:BREAK_AFTER]
+    assert (
+        scripted_engine.requests[2]["token_ids"]
+        == second.prompt_ids + second.completion_ids[:BREAK_AFTER]
+    )
     assert second.violation is None
-    assert (played.summary.continued, played.summary.retried, played.summary.uncaptured_calls) == (1, 0, 0)
+    assert (played.summary.continued, played.summary.retried, played.summary.uncaptured_calls) == (
+        1,
+        0,
+        0,
+    )
     assert played.summary.ledger.trained == sum(len(call.completion_ids) for call in played.calls)
 
 

@@ -1,4 +1,5 @@
-"""Agents written with frameworks and with SDKs for JavaScript, recorded as a user does: `rolltap record --`."""
+"""Agents written with frameworks and with SDKs for JavaScript, recorded as a user does: `rolltap
+record --`."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +13,11 @@ pytestmark = pytest.mark.harness
 
 SCRIPTS = Path(__file__).parent / "frameworks"
 INSTALLED = Path(__file__).parents[2] / ".venvs" / "frameworks"
-OPENAI, ANTHROPIC, GOOGLE = "api.openai.com", "api.anthropic.com", "generativelanguage.googleapis.com"
+OPENAI, ANTHROPIC, GOOGLE = (
+    "api.openai.com",
+    "api.anthropic.com",
+    "generativelanguage.googleapis.com",
+)
 OTHER_TRAFFIC = {
     "openai_agents.py": {"/v1/traces/ingest"},
     "litellm_agent.py": {"/BerriAI/litellm/main/model_prices_and_context_window.json"},
@@ -57,7 +62,9 @@ OWN_CHANGES = {"autogen_agent.py": "its tools are not those of any earlier call"
         18,
     ),
 )
-def test_an_agent_of_a_framework_is_continued(script, mode, host, write_twice, record_agent, command, scripted_engine):
+def test_an_agent_of_a_framework_is_continued(
+    script, mode, host, write_twice, record_agent, command, scripted_engine
+):
     played = record_agent(*command(script), mode)
     calls = played.calls
     assert {call.host for call in calls} == {host}
@@ -66,23 +73,40 @@ def test_an_agent_of_a_framework_is_continued(script, mode, host, write_twice, r
     assert calls[0].kind == "root"
     previous = [calls[0].call_id, None if script in OWN_CHANGES else calls[1].call_id]
     assert [call.parent_id for call in calls[1:]] == previous
-    assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
-    assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
+    assert {(call.status, call.violation, call.role) for call in calls} == {
+        ("completed", None, "agent")
+    }
+    assert [request["token_ids"] for request in scripted_engine.requests] == [
+        call.prompt_ids for call in calls
+    ]
     assert {event["path"] for event in played.of("refused")} <= OTHER_TRAFFIC.get(script, set())
     assert played.summary.uncaptured_calls == 0
     assert played.summary.hidden == (len(calls) if mode == "image" else 0)
 
 
 @pytest.mark.deep
-def test_the_question_after_a_reflection_without_tools_is_rendered_too(write_twice, record_agent, command):
+def test_the_question_after_a_reflection_without_tools_is_rendered_too(
+    write_twice, record_agent, command
+):
     calls = record_agent(*command("autogen_agent.py"), "asked_again").calls
     assert [call.kind for call in calls] == ["root", "bridged", "rendered", "rendered"]
-    assert calls[-1].kind_reason == f"message 6 is the reply of call {calls[2].call_id}, changed or at another place"
+    assert (
+        calls[-1].kind_reason
+        == f"message 6 is the reply of call {calls[2].call_id}, changed or at another place"
+    )
 
 
 @pytest.mark.parametrize(
     ("script", "mode"),
-    cases([("openai_agents.py", "whole"), ("langchain_agent.py", "chat"), ("openai_node.mjs", "chat")], 0, 2),
+    cases(
+        [
+            ("openai_agents.py", "whole"),
+            ("langchain_agent.py", "chat"),
+            ("openai_node.mjs", "chat"),
+        ],
+        0,
+        2,
+    ),
 )
 def test_a_tool_of_a_framework_reaches_a_local_server(
     script, mode, local_server, lead_turns, record_agent, command, scripted_engine
@@ -101,20 +125,27 @@ def test_gptme_is_continued(lead_turns, record_agent):
     gptme = INSTALLED.with_name("gptme") / "bin" / "gptme"
     if not gptme.exists():
         missing("gptme")
-    written = [tool_call("save", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
+    written = [
+        tool_call("save", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)
+    ]
     first = written[0].replace("<tool_call>", "So:\n\n<tool_call>")
     lead_turns(first, written[1], f"I wrote it.\n\n{tool_call('complete', {})}")
-    played = record_agent(gptme, "--non-interactive", "--model", "openai/gpt-4.1", "Write notes.txt, twice.")
+    played = record_agent(
+        gptme, "--non-interactive", "--model", "openai/gpt-4.1", "Write notes.txt, twice."
+    )
     calls, main = played.calls, played.main
     assert [(call.kind, call.kind_reason) for call in main[1:]] == [("bridged", None)] * 2
     assert [call.parent_id for call in main[1:]] == [call.call_id for call in main[:-1]]
-    assert [call.role for call in calls if call not in main] == ["auxiliary"]  # the title of the conversation
+    assert [call.role for call in calls if call not in main] == [
+        "auxiliary"
+    ]  # the title of the conversation
     assert played.summary.uncaptured_calls == 0
 
 
 @pytest.fixture
 def lead_turns(lead):
-    """Lead the engine by turns, by the results of tools in the prompt. A prompt without tools gets the last one."""
+    """Lead the engine by turns, by the results of tools in the prompt. A prompt without tools gets
+    the last one."""
 
     def lead_turns(*turns):
         lead(lambda prompt: turns[prompt.count("<tool_response>") if "<tools>" in prompt else -1])
@@ -137,7 +168,8 @@ def record_agent(record, workspace):
 
 @pytest.fixture
 def command(workspace):
-    """Return the command that starts a script. One for Node is copied to `workspace`, beside its packages."""
+    """Return the command that starts a script. One for Node is copied to `workspace`, beside its
+    packages."""
 
     def command(script):
         if script.endswith(".py"):

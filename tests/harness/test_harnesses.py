@@ -1,7 +1,7 @@
 """The real programs, unmodified and headless, led by the scripted engine over TLS.
 
-Each program is recorded with `rolltap record` and has a configuration of its own in the home folder. It writes a file
-with a tool of its own, reads it back with another call, and ends.
+Each program is recorded with `rolltap record` and has a configuration of its own in the home
+folder. It writes a file with a tool of its own, reads it back with another call, and ends.
 """
 
 import pytest
@@ -26,7 +26,8 @@ greeting.txt
 {}>>>>>>> REPLACE
 """
 OWN_CHANGES = {"aider": "message 7 is not that of call"}
-"""A change that a program makes in its history, as the reason of its calls says it: none is continued.
+"""A change that a program makes in its history, as the reason of its calls says it: none is
+continued.
 
 aider sends the files as they are now, before the conversation.
 """
@@ -35,8 +36,12 @@ aider sends the files as they are now, before the conversation.
 def turns(name):
     """Return the model's replies to the agent."""
     if name == "aider":
-        # the first edit replaces a line that is not there, which aider answers with the file's real lines
-        return ["So:\n\n" + _EDIT.format("hello\n", "héllo\n"), "Then I make it.\n\n" + _EDIT.format("", "héllo\n")]
+        # the first edit replaces a line that is not there, which aider answers with the file's real
+        # lines
+        return [
+            "So:\n\n" + _EDIT.format("hello\n", "héllo\n"),
+            "Then I make it.\n\n" + _EDIT.format("", "héllo\n"),
+        ]
     program = PROGRAMS[name]
     file = {"CONTENT": "héllo\n", "notes-{n}.txt": "greeting.txt"}
     write = program.call(1, file) if program.writes else program.call(0, {"COMMAND": WRITE})
@@ -45,7 +50,8 @@ def turns(name):
 
 
 def greeting(name):
-    """Return the function of a prompt that leads a program, by the results of tools or its own texts in the prompt."""
+    """Return the function of a prompt that leads a program, by the results of tools or its own
+    texts in the prompt."""
 
     def reply(prompt):
         if PROGRAMS[name].agent not in prompt:
@@ -70,7 +76,9 @@ def program(request):
 
 
 def files(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configuration_and_reruns(
@@ -105,7 +113,11 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configura
 
     if not (DEEP or program.name in RERUN):
         return
-    for _ in range(3):  # on a busy machine qwen-code may lose the output of a command: a difference, and none of ours
+    for _ in range(
+        3
+        # on a busy machine qwen-code may lose the output of a command: a difference, and none of
+        # ours
+    ):
         again = run_rerun(program, INSTRUCTION, before, keys={})
         if "the tool's result is another one" not in again.stderr:
             break

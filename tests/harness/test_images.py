@@ -16,17 +16,22 @@ READ = {
     "opencode": ("read", "filePath"),
     "pi": ("read", "path"),
 }
-"""The tool that reads an image, and its parameter. Codex and Qwen Code send no image to a model they do not know."""
+"""The tool that reads an image, and its parameter. Codex and Qwen Code send no image to a model
+they do not know."""
 
 
 def png(side):
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     rows = zlib.compress((b"\0" + b"\x80" * side) * side)
     header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("name", cases(READ, 0, 1))

@@ -11,8 +11,12 @@ def _nothing_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
 
 
-@pytest.mark.parametrize(("required", "end"), [("", pytest.skip.Exception), ("1", pytest.fail.Exception)])
-def test_a_program_that_is_missing_skips_its_test_or_fails_it_where_all_are_required(monkeypatch, required, end):
+@pytest.mark.parametrize(
+    ("required", "end"), [("", pytest.skip.Exception), ("1", pytest.fail.Exception)]
+)
+def test_a_program_that_is_missing_skips_its_test_or_fails_it_where_all_are_required(
+    monkeypatch, required, end
+):
     monkeypatch.setenv(REQUIRED, required)
     with pytest.raises(end, match="aider is not installed"):
         installed("aider")

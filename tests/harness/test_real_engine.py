@@ -1,7 +1,8 @@
 """Whole sessions of the real programs with a real vLLM.
 
-The model is the quickstart's with other weights. Its next token depends on the last token only. So prompts
-that end in the same token get the same answer, also those of programs that it was not trained on.
+The model is the quickstart's with other weights. Its next token depends on the last token only. So
+prompts that end in the same token get the same answer, also those of programs that it was not
+trained on.
 """
 
 from itertools import pairwise
@@ -24,7 +25,8 @@ ANSWER = "Hello"
 
 @pytest.fixture(scope="module")
 def parrot(engine, tmp_path_factory):
-    """Publish weights that answer `ANSWER` to the shared vLLM, and its own weights after the tests."""
+    """Publish weights that answer `ANSWER` to the shared vLLM, and its own weights after the
+    tests."""
     tokenizer = AutoTokenizer.from_pretrained(engine.model_dir)
     network = AutoModelForCausalLM.from_pretrained(engine.model_dir)
     said = [*tokenizer.encode("\n"), *tokenizer.encode(ANSWER), tokenizer.eos_token_id]
@@ -50,7 +52,9 @@ async def test_a_session_completes_and_its_ledger_adds_up(name, parrot, tmp_path
     played = await play_session(installed(name), TASK, parrot, parrot.model_dir, tmp_path)
     session, calls, summary = played.session, played.calls, played.summary
     assert (session.status, session.error) == ("completed", None), played.log
-    assert {(call.status, call.violation, call.finish_reason) for call in calls} == {("completed", None, "stop")}
+    assert {(call.status, call.violation, call.finish_reason) for call in calls} == {
+        ("completed", None, "stop")
+    }
     assert ANSWER in played.log
     assert not played.of("rejected") + played.of("unauthorised")
     assert summary.uncaptured_calls == 0

@@ -25,8 +25,13 @@ def test_an_older_version_of_a_program_diverges_where_it_asks_something_else(
     program = installed("pi")
     lead(greeting("pi"))
     record(ASKED, harness=program, keys={})
-    subprocess.run(["npm", "install", "--prefix", tmp_path / "older", "--no-audit", "--no-fund", OLDER], check=True)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'older' / 'node_modules' / '.bin'}:{os.environ['PATH']}")
+    subprocess.run(
+        ["npm", "install", "--prefix", tmp_path / "older", "--no-audit", "--no-fund", OLDER],
+        check=True,
+    )
+    monkeypatch.setenv(
+        "PATH", f"{tmp_path / 'older' / 'node_modules' / '.bin'}:{os.environ['PATH']}"
+    )
     ended = run_rerun(program, ASKED, {}, keys={})
     assert ended.returncode == 3
     assert "0 of 3 recorded calls answered" in ended.stderr
@@ -34,7 +39,9 @@ def test_an_older_version_of_a_program_diverges_where_it_asks_something_else(
 
 
 TASK = Task(
-    id="append", instruction="Append two lines to lines.txt.", evaluate=["sh", "-c", "test $(wc -l < lines.txt) = 2"]
+    id="append",
+    instruction="Append two lines to lines.txt.",
+    evaluate=["sh", "-c", "test $(wc -l < lines.txt) = 2"],
 )
 
 
@@ -46,9 +53,13 @@ async def test_a_fork_at_each_call_asks_what_was_asked_then_token_for_token(
 
     def reply(prompt):
         worked = prompt.count("<tool_response>")
-        show = "" if name == "qwen-code" else "; cat lines.txt"  # its shell loses an output at times
+        show = (
+            "" if name == "qwen-code" else "; cat lines.txt"
+        )  # its shell loses an output at times
         append = shell(harness, f"echo line {worked} >> lines.txt{show}")
-        return append if TASK.instruction in prompt and "<tools>" in prompt and worked < 2 else "Done."
+        return (
+            append if TASK.instruction in prompt and "<tools>" in prompt and worked < 2 else "Done."
+        )
 
     lead(reply)
     played = await play(harness, TASK)
@@ -57,14 +68,26 @@ async def test_a_fork_at_each_call_asks_what_was_asked_then_token_for_token(
     calls = sorted(played.calls, key=lambda call: call.started_at)  # a side question is one of them
     for number, then in enumerate(calls):
         asked = len(scripted_engine.requests)
-        source = {"run": str(played.run), "session": then.session_id, "until": then.started_at.isoformat()}
-        fork = await play(harness, TASK, folder=tmp_path / f"fork{number}", rolltap_rerun=json.dumps(source))
-        assert (fork.session.status, fork.session.reward) == ("completed", 1.0), fork.session.error or fork.log
-        assert {event["call_id"] for event in fork.of("rerun")} == {call.call_id for call in calls[:number]}
+        source = {
+            "run": str(played.run),
+            "session": then.session_id,
+            "until": then.started_at.isoformat(),
+        }
+        fork = await play(
+            harness, TASK, folder=tmp_path / f"fork{number}", rolltap_rerun=json.dumps(source)
+        )
+        assert (fork.session.status, fork.session.reward) == ("completed", 1.0), (
+            fork.session.error or fork.log
+        )
+        assert {event["call_id"] for event in fork.of("rerun")} == {
+            call.call_id for call in calls[:number]
+        }
         own = sorted(fork.calls, key=lambda call: call.started_at)
         assert [call.role for call in own] == [call.role for call in calls[number:]]
         # the record answers without the engine
-        assert [call.prompt_ids for call in own] == [each["token_ids"] for each in scripted_engine.requests[asked:]]
+        assert [call.prompt_ids for call in own] == [
+            each["token_ids"] for each in scripted_engine.requests[asked:]
+        ]
         prompts = own[0].prompt_ids, then.prompt_ids
         if number:
             assert prompts[0] == prompts[1]

@@ -1,4 +1,5 @@
-"""The real programs in the sandbox: they start, use their tools, and reach the recorder and nothing else."""
+"""The real programs in the sandbox: they start, use their tools, and reach the recorder and nothing
+else."""
 
 from functools import partial
 
@@ -22,7 +23,9 @@ SHORT = ("codex", "mini-swe-agent", "pi")
 
 
 @pytest.mark.parametrize("name", [name for name in Harness.names() if DEEP or name in SHORT])
-async def test_a_harness_works_in_the_sandbox(name, lead, scripted_engine, tokenizer_folder, tmp_path, workspace, home):
+async def test_a_harness_works_in_the_sandbox(
+    name, lead, scripted_engine, tokenizer_folder, tmp_path, workspace, home
+):
     harness = installed(name)
     lead(greeting(name))
     log = tmp_path / "log"
@@ -43,8 +46,16 @@ async def test_a_harness_works_in_the_sandbox(name, lead, scripted_engine, token
             mounts=[Mount(source=source, target=target) for source, target in files.items()],
         )
         async with SandboxRuntime().box(spec) as box:
-            inside = {key: files.get(value, value.replace(address, box.proxy)) for key, value in outside.items()}
-            env = {**clean_environment(home), **harness.environment(scripted_engine.url), **inside, "HOME": box.home}
+            inside = {
+                key: files.get(value, value.replace(address, box.proxy))
+                for key, value in outside.items()
+            }
+            env = {
+                **clean_environment(home),
+                **harness.environment(scripted_engine.url),
+                **inside,
+                "HOME": box.home,
+            }
             ended = await box.run(harness.command_for(INSTRUCTION), env=env, timeout=1200, log=log)
     assert ended == Ended(0), log.read_text()
     assert "héllo" in (workspace / "greeting.txt").read_text()

@@ -1,4 +1,5 @@
-"""Agents written with the official SDKs, recorded as a user does: `rolltap record --` before the command."""
+"""Agents written with the official SDKs, recorded as a user does: `rolltap record --` before the
+command."""
 
 import sys
 from pathlib import Path
@@ -33,15 +34,24 @@ def test_a_script_that_uses_an_sdk_is_recorded(script, record, workspace, script
     calls = played.calls
     assert {call.host for call in calls} == {HOSTS[script]}
     for streamed in (False, True):
-        assert [call.kind for call in calls if call.stream == streamed][1:] == ["bridged", "bridged"]
-    assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
+        assert [call.kind for call in calls if call.stream == streamed][1:] == [
+            "bridged",
+            "bridged",
+        ]
+    assert {(call.status, call.violation, call.role) for call in calls} == {
+        ("completed", None, "agent")
+    }
     assert played.kinds == {"call_started", "ended"}
     sampled = sum(len(call.completion_ids) for call in calls)
     ledger = played.summary.ledger
     assert (ledger.sampled, ledger.left_out) == (sampled, {"no_reward": sampled})
 
 
-def test_a_script_that_sends_only_new_items_and_ids_is_continued(record, workspace, scripted_engine):
-    played = run_script("openai_by_id", ["previous", "references"], record, workspace, scripted_engine)
+def test_a_script_that_sends_only_new_items_and_ids_is_continued(
+    record, workspace, scripted_engine
+):
+    played = run_script(
+        "openai_by_id", ["previous", "references"], record, workspace, scripted_engine
+    )
     assert [call.kind for call in played.calls] == ["root", "bridged", "bridged"] * 2
     assert played.kinds == {"call_started", "ended"}

@@ -9,14 +9,21 @@ from tests.harness.play import installed, shell, tool_call
 
 pytestmark = pytest.mark.harness
 
-TASK = Task(id="delegate", instruction="Let somebody else do it.", evaluate=["test", "-s", "helper.txt"])
+TASK = Task(
+    id="delegate", instruction="Let somebody else do it.", evaluate=["test", "-s", "helper.txt"]
+)
 ASKED, TOLD = "You are to write helper.txt.", "The helper has written it."
 
 START = {
-    "claude-code": ("Agent", {"subagent_type": "general-purpose"}, "header x-claude-code-request-class: subagent"),
+    "claude-code": (
+        "Agent",
+        {"subagent_type": "general-purpose"},
+        "header x-claude-code-request-class: subagent",
+    ),
     "qwen-code": ("agent", {"subagent_type": "general-purpose"}, "metadata.promptId: "),
 }
-"""The tool that starts a sub-agent, its further arguments, and the evidence for the role of the sub-agent's calls."""
+"""The tool that starts a sub-agent, its further arguments, and the evidence for the role of the
+sub-agent's calls."""
 
 
 @pytest.mark.parametrize("name", START)
@@ -29,7 +36,11 @@ async def test_the_calls_of_a_subagent_are_a_line_of_their_own_and_answer_a_fork
     def reply(prompt):
         worked = "<tool_response>" in prompt
         if TASK.instruction in prompt:
-            return "Done." if worked else tool_call(tool, {**arguments, "description": "Help", "prompt": ASKED})
+            return (
+                "Done."
+                if worked
+                else tool_call(tool, {**arguments, "description": "Help", "prompt": ASKED})
+            )
         return TOLD if worked else shell(harness, "echo done > helper.txt")
 
     lead(reply)
@@ -46,13 +57,22 @@ async def test_the_calls_of_a_subagent_are_a_line_of_their_own_and_answer_a_fork
     assert TOLD in scripted_engine.tokenizer.decode(played.main[-1].prompt_ids)
     assert {(call.status, call.violation) for call in played.calls} == {("completed", None)}
     assert played.summary.uncaptured_calls == 0
-    assert played.summary.ledger.trained == sum(len(call.completion_ids) for call in [*played.main, *helper])
+    assert played.summary.ledger.trained == sum(
+        len(call.completion_ids) for call in [*played.main, *helper]
+    )
 
-    # a fork at the last call: the record answers the sub-agent, in another folder and at another time
+    # a fork at the last call: the record answers the sub-agent, in another folder and at another
+    # time
     last = played.main[-1]
-    source = {"run": str(played.run), "session": last.session_id, "until": last.started_at.isoformat()}
+    source = {
+        "run": str(played.run),
+        "session": last.session_id,
+        "until": last.started_at.isoformat(),
+    }
     fork = await play(harness, TASK, folder=tmp_path / "fork", rolltap_rerun=json.dumps(source))
-    assert (fork.session.status, fork.session.reward) == ("completed", 1.0), fork.session.error or fork.log
+    assert (fork.session.status, fork.session.reward) == ("completed", 1.0), (
+        fork.session.error or fork.log
+    )
     given = {call.call_id for call in played.calls} - {last.call_id}
     assert {event["call_id"] for event in fork.of("rerun")} == given
     assert len(scripted_engine.requests) == asked + 1

@@ -39,7 +39,8 @@ class Block:
 def blocks_of(document: Path) -> list[Block]:
     text = document.read_text()
     return [
-        Block(document, text.count("\n", 0, match.start(2)) + 1, match[1], match[2]) for match in FENCE.finditer(text)
+        Block(document, text.count("\n", 0, match.start(2)) + 1, match[1], match[2])
+        for match in FENCE.finditer(text)
     ]
 
 

@@ -1,4 +1,5 @@
-"""The differences between the blocks of the pages and the tests: blocks that are not run, files, and substitutions."""
+"""The differences between the blocks of the pages and the tests: blocks that are not run, files,
+and substitutions."""
 
 from tests.conftest import ROOT
 from tests.readme.blocks import blocks_of
@@ -12,9 +13,13 @@ EXAMPLE = [
 
 SKIPPED = {
     "recipes/quickstart/run.sh": "these commands are the quickstart and the test suite itself",
-    "python3 -m venv tap && tap/bin/pip install '.[record]'": "tests/wheel/test_extras.py installs it and runs doctor",
+    "python3 -m venv tap && tap/bin/pip install '.[record]'": (
+        "tests/wheel/test_extras.py installs it and runs doctor"
+    ),
     "python: ready. 3 calls captured, 2 continued token for token.": "output of the doctor",
-    "python3 -m venv engine && engine/bin/pip install '.[vllm]'": "downloads gigabytes of CUDA libraries",
+    "python3 -m venv engine && engine/bin/pip install '.[vllm]'": (
+        "downloads gigabytes of CUDA libraries"
+    ),
     "tap/bin/rolltap serve Qwen/Qwen3-4B --vllm engine/bin/vllm -- --gpu-memory-utilization 0.8": (
         "needs a GPU; the fixture `engine` starts the server of this command on the CPU"
     ),
@@ -22,16 +27,24 @@ SKIPPED = {
         "runs until it is stopped; the fixture `engine` stands for it"
     ),
     "recipes/gpu/check.sh": "takes minutes; tests/recipes/test_gpu.py runs its small form",
-    "python recipes/swe/mini/make.py runs/mini": "tests/recipes/test_swe_mini.py runs these tasks in more ways",
-    "CUDA_VISIBLE_DEVICES=0 rolltap serve Qwen/Qwen3-4B --port 8000 --lora-rank 16 &": "needs four GPUs",
-    "HEAD=$(hostname) NODE=0": "needs two nodes; tests/trainer/training/test_nodes.py trains so on one machine",
+    "python recipes/swe/mini/make.py runs/mini": (
+        "tests/recipes/test_swe_mini.py runs these tasks in more ways"
+    ),
+    "CUDA_VISIBLE_DEVICES=0 rolltap serve Qwen/Qwen3-4B --port 8000 --lora-rank 16 &": (
+        "needs four GPUs"
+    ),
+    "HEAD=$(hostname) NODE=0": (
+        "needs two nodes; tests/trainer/training/test_nodes.py trains so on one machine"
+    ),
     "TRAINERS=2 MODEL=models/Qwen3-8B sbatch --nodes=4 recipes/slurm/train.sbatch recipe.toml --out runs/grpo": (
         "needs Slurm; tests/recipes/test_slurm.py runs the files with stand-ins"
     ),
     "rolltap train recipe.toml --from runs/first --out runs/offline": (
         "the shortened rollout has one session a task, and so no group to compare"
     ),
-    "(umask 077 && openssl rand -hex 32 > recorder.secret)": "listens on the address of Docker's network",
+    "(umask 077 && openssl rand -hex 32 > recorder.secret)": (
+        "listens on the address of Docker's network"
+    ),
     "rolltap env --proxy http://172.17.0.1:8080 --secret-file recorder.secret --session box-1 --harness codex \\": (
         "needs Docker and an image"
     ),
@@ -46,18 +59,32 @@ SKIPPED = {
     "pip install '.[record,service]'": "runs until it is stopped; tests/trainer/service starts it",
     "pip install '.[record,ray]'": "needs other machines; tests/trainer/nodes has nodes on one",
     "rolltap view runs/try": "runs until it is stopped; tests/trainer/viewer opens the page",
-    "rolltap rerun runs/try record-1a2b -- python my_agent.py": "tests/trainer/cli/test_rerun.py has such a session",
+    "rolltap rerun runs/try record-1a2b -- python my_agent.py": (
+        "tests/trainer/cli/test_rerun.py has such a session"
+    ),
     "rolltap fork runs/first SESSION --at 4 -n 8 --tasks tasks.jsonl --model Qwen/Qwen3-4B --out runs/forks": (
         "tests/trainer/cli/test_fork.py has such a session"
     ),
-    "rolltap serve runs/quickstart/model --lora-rank 8": "tests/recipes/test_service.py trains with both pages",
+    "rolltap serve runs/quickstart/model --lora-rank 8": (
+        "tests/recipes/test_service.py trains with both pages"
+    ),
     "from rolltap import Client, open_run": "tests/trainer/service/test_client.py has these calls",
 }
-"""First line of a block, without its comment -> why it is not run. The options of `rolltap` in it are checked."""
+"""First line of a block, without its comment -> why it is not run. The options of `rolltap` in it
+are checked."""
 
 SKIPPED |= {
-    f"$ rolltap train recipes/swe/{name}.toml --out runs/swe --dry-run": "tests/recipes/test_swe.py compares the output"
-    for name in ("one-gpu-lora", "eight-gpus-lora", "eight-gpus-full", "long-lora", "sharded-full", "sharded-experts")
+    f"$ rolltap train recipes/swe/{name}.toml --out runs/swe --dry-run": (
+        "tests/recipes/test_swe.py compares the output"
+    )
+    for name in (
+        "one-gpu-lora",
+        "eight-gpus-lora",
+        "eight-gpus-full",
+        "long-lora",
+        "sharded-full",
+        "sharded-experts",
+    )
 }
 
 SKIPPED |= {
@@ -66,7 +93,8 @@ SKIPPED |= {
 }
 
 SKIPPED |= {
-    text.partition("\n")[0].partition("  #")[0]: "tests/trainer/cli/test_init.py writes and runs it" for text in EXAMPLE
+    text.partition("\n")[0].partition("  #")[0]: "tests/trainer/cli/test_init.py writes and runs it"
+    for text in EXAMPLE
 }
 
 FILES = {
@@ -109,5 +137,5 @@ SUBSTITUTIONS = {
     # TRL's defaults are for a GPU
     r"GRPOConfig\(": "GRPOConfig(use_cpu=True, ",
 }
-"""Pattern -> replacement, applied in this order to blocks that are run and to `FILES`. `{name}` is an attribute of the
-`Workshop`."""
+"""Pattern -> replacement, applied in this order to blocks that are run and to `FILES`. `{name}` is
+an attribute of the `Workshop`."""

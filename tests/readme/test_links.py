@@ -1,4 +1,5 @@
-"""Links inside of the repository lead to files and headings that are there, and a row of a table is one line."""
+"""Links inside of the repository lead to files and headings that are there, and a row of a table is
+one line."""
 
 import re
 from pathlib import Path
@@ -16,7 +17,9 @@ READERS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "tests/bench/README.md"]
 
 def anchors(document: Path) -> set[str]:
     """The names by which a page on the web shows the headings of a document."""
-    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose_of(document)))
+    words = (
+        re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose_of(document))
+    )
     return {heading.replace(" ", "-") for heading in words}
 
 
@@ -39,7 +42,9 @@ def test_every_link_leads_to_a_file_and_a_heading_and_a_row_is_one_line(document
 def test_a_link_to_nothing_and_a_broken_row_are_found(tmp_path):
     assert BROKEN_ROW.findall("| a | b |\n| c | broken\nover two lines |\n") == ["| c | broken"]
     page = tmp_path / "page.md"
-    page.write_text("# A title: of `code`\n[a](page.md#a-title-of-code) [b](#b) [c](none.md) [d](https://x.y/none)\n")
+    page.write_text(
+        "# A title: of `code`\n[a](page.md#a-title-of-code) [b](#b) [c](none.md) [d](https://x.y/none)\n"
+    )
     assert broken(page) == ["#b", "none.md"]
 
 
@@ -49,6 +54,10 @@ def test_every_reference_is_reached_from_the_first_page():
         page = waiting.pop()
         if page not in reached:
             reached.add(page)
-            there = ((page.parent / target).resolve() for target, _ in LINK.findall(prose_of(page)) if target)
+            there = (
+                (page.parent / target).resolve()
+                for target, _ in LINK.findall(prose_of(page))
+                if target
+            )
             waiting += [path for path in there if path.suffix == ".md" and path.is_file()]
     assert set(DOCUMENTS) <= reached

@@ -31,7 +31,9 @@ def table(page, heading):
     """The names in the first column of a section's tables -> the cells after it."""
     rows = re.findall(r"^\| (.*`.*) \|$", section(page, heading), re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
-    return {name: rest for first, *rest in cells for name in re.findall(r"`\[?(@?\w[\w/-]*)", first)}
+    return {
+        name: rest for first, *rest in cells for name in re.findall(r"`\[?(@?\w[\w/-]*)", first)
+    }
 
 
 def test_every_preset_has_its_facts():
@@ -40,10 +42,16 @@ def test_every_preset_has_its_facts():
 
 def test_the_frameworks_and_their_versions():
     folder = ROOT / "tests" / "harness" / "frameworks"
-    files = [folder / "packages.txt", folder / "requirements.txt", ROOT / "recipes" / "environments.sh"]
+    files = [
+        folder / "packages.txt",
+        folder / "requirements.txt",
+        ROOT / "recipes" / "environments.sh",
+    ]
     text = re.sub(r"\[.*?\]", "", "\n".join(file.read_text() for file in files))
     pinned = set(re.findall(r"(?<!\S)(\S+?)(?:==|@)(\d[\w.]*)", text))
-    assert {(name, cells[0]) for name, cells in table("harnesses.md", "Frameworks and SDKs").items()} <= pinned
+    assert {
+        (name, cells[0]) for name, cells in table("harnesses.md", "Frameworks and SDKs").items()
+    } <= pinned
 
 
 def test_the_variables_of_a_session(tmp_path):
@@ -53,7 +61,9 @@ def test_the_variables_of_a_session(tmp_path):
 
 
 def test_the_runtimes():
-    assert tuple(table("boxes.md", "Runtimes")) == get_args(RolloutConfig.model_fields["runtime"].annotation)
+    assert tuple(table("boxes.md", "Runtimes")) == get_args(
+        RolloutConfig.model_fields["runtime"].annotation
+    )
 
 
 def test_the_strategies_and_the_reasons_of_the_ledger():
@@ -63,7 +73,9 @@ def test_the_strategies_and_the_reasons_of_the_ledger():
 
 def flat(literal):
     """The values of a Literal, of those in it too."""
-    return [value for each in get_args(literal) for value in (flat(each) if get_args(each) else [each])]
+    return [
+        value for each in get_args(literal) for value in (flat(each) if get_args(each) else [each])
+    ]
 
 
 def test_the_public_names_in_the_section_from_python():
@@ -71,7 +83,9 @@ def test_the_public_names_in_the_section_from_python():
     assert len(cells) > 5
     assert cells.keys() <= {*rolltap.__all__}
     [methods] = re.findall(r"^\| `Run` .*", section("python.md", "From Python"), re.MULTILINE)
-    assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []
+    assert [
+        name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)
+    ] == []
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -80,7 +94,9 @@ def test_the_metrics_of_a_step(on_policy):
     names = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)))
     known = re.compile("|".join(re.sub(r"[A-Z]+", ".+", re.escape(name)) for name in names))
 
-    of_loss = re.findall(r'self\._metrics\[mode\]\["(.+?)"\]', inspect.getsource(GRPOTrainer._compute_loss))
+    of_loss = re.findall(
+        r'self\._metrics\[mode\]\["(.+?)"\]', inspect.getsource(GRPOTrainer._compute_loss)
+    )
     assert len(of_loss) > 5
     values = np.ones((6, len(KINDS)))
     values[-1] = range(len(KINDS))
@@ -90,10 +106,14 @@ def test_the_metrics_of_a_step(on_policy):
     metrics = step_metrics([part], on_policy=on_policy, is_corrected=True, has_teacher=True)
 
     rewards = {
-        session: GroupReward(group_id=group, reward=1.0, task_id="t", harness="codex", suspicions=("git_history",))
+        session: GroupReward(
+            group_id=group, reward=1.0, task_id="t", harness="codex", suspicions=("git_history",)
+        )
         for session, group in (("a", "t-1.0.0"), ("b", "fork~t-1.0.0"))
     }
     batch = TraceBatch(rewards=rewards, ledger=Ledger(sampled=1, trained=1))
-    batch.continued = {"codex": CachedPrompts(calls=1, prompt_tokens=2, known_tokens=2, cached_tokens=1)}
+    batch.continued = {
+        "codex": CachedPrompts(calls=1, prompt_tokens=2, known_tokens=2, cached_tokens=1)
+    }
     metrics |= batch_metrics(batch, batch, {"t"})
     assert [name for name in metrics if not known.fullmatch(name)] == []

@@ -1,4 +1,5 @@
-"""The site: every page is in its menu, messages are those of the code, and it loads nothing from elsewhere."""
+"""The site: every page is in its menu, messages are those of the code, and it loads nothing from
+elsewhere."""
 
 import re
 
@@ -25,7 +26,9 @@ def test_every_page_is_in_the_menu_once_and_is_named_on_the_first_one():
 
 def test_the_reference_of_python_has_every_public_name():
     page = (SITE / "pages" / "api.md").read_text()
-    assert sorted(re.findall(r"^::: rolltap\.(\w+)$", page, re.MULTILINE)) == sorted(rolltap.__all__)
+    assert sorted(re.findall(r"^::: rolltap\.(\w+)$", page, re.MULTILINE)) == sorted(
+        rolltap.__all__
+    )
 
 
 def test_each_message_of_the_page_is_one_of_the_code():

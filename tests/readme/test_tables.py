@@ -1,4 +1,5 @@
-"""The tables of keys on the pages: the site's hook makes them from the sources, one row for each field of a model."""
+"""The tables of keys on the pages: the site's hook makes them from the sources, one row for each
+field of a model."""
 
 import inspect
 import json
@@ -46,7 +47,10 @@ def tables():
         text=True,
         check=True,
     )
-    return {name: {row[0].strip("`"): row[1:] for row in rows} for name, rows in json.loads(made.stdout).items()}
+    return {
+        name: {row[0].strip("`"): row[1:] for row in rows}
+        for name, rows in json.loads(made.stdout).items()
+    }
 
 
 def models_in(model):
@@ -112,5 +116,10 @@ def test_a_row_has_type_default_and_text_of_the_field(tables, model, key, kind, 
 
 
 def test_a_row_has_the_text_of_the_sources(tables):
-    assert tables["Recipe"]["service"][2] == " ".join(Recipe.model_fields["service"].description.split())
-    assert tables["RecorderOptions"]["rolltap_out"][2] == RecorderOptions.model_fields["out"].description
+    assert tables["Recipe"]["service"][2] == " ".join(
+        Recipe.model_fields["service"].description.split()
+    )
+    assert (
+        tables["RecorderOptions"]["rolltap_out"][2]
+        == RecorderOptions.model_fields["out"].description
+    )

@@ -1,4 +1,5 @@
-"""A working directory with what the README supposes, in which its blocks run one after the other."""
+"""A working directory with what the README supposes, in which its blocks run one after the
+other."""
 
 import json
 import os
@@ -31,7 +32,11 @@ for _ in range(4):
         break
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "12:00"} for call in calls]
 """
-RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python") and block.first_line not in SKIPPED]
+RUNNABLE = [
+    block
+    for block in BLOCKS
+    if block.language in ("sh", "python") and block.first_line not in SKIPPED
+]
 
 
 def file_name(block: Block) -> str | None:
@@ -39,7 +44,8 @@ def file_name(block: Block) -> str | None:
 
 
 class Workshop:
-    """Runs blocks in `folder`, with a home of its own, `rolltap` on the PATH and a Hub on loopback."""
+    """Runs blocks in `folder`, with a home of its own, `rolltap` on the PATH and a Hub on
+    loopback."""
 
     def __init__(self, folder: Path, engine: str, model: Path, hub: Hub) -> None:
         self.folder = folder
@@ -48,7 +54,11 @@ class Workshop:
         self.proxy = self.proxy_address = ""
         self._servers: list[subprocess.Popen[str]] = []
         self._done: set[Block] = set()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "ROLLTAP_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "ROLLTAP_"))
+        }
         self._env = {
             **inherited,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -104,7 +114,9 @@ class Workshop:
             status = process.wait(BLOCK_SECONDS)
         finally:
             stop(process)
-        assert status == 0, f"{block} ended with status {status}:\n{script.with_suffix('.log').read_text()}"
+        assert status == 0, (
+            f"{block} ended with status {status}:\n{script.with_suffix('.log').read_text()}"
+        )
 
     def _serve(self, text: str) -> None:
         """Start mitmdump on a free port and wait until it accepts calls."""
@@ -121,7 +133,9 @@ class Workshop:
         self.proxy_address = f"{address['host']}:{address['port']}"
         self.proxy = f"http://{self.proxy_address}"
 
-    def _start(self, command: list[str | Path], log: Path, *descriptors: int) -> subprocess.Popen[str]:
+    def _start(
+        self, command: list[str | Path], log: Path, *descriptors: int
+    ) -> subprocess.Popen[str]:
         with log.open("w") as output:
             return subprocess.Popen(
                 command,

@@ -1,7 +1,9 @@
-"""Prints an engine's cache on a GPU by vLLM's own functions. Runs in vLLM's environment, on any machine.
+"""Prints an engine's cache on a GPU by vLLM's own functions. Runs in vLLM's environment, on any
+machine.
 
-Reads engines by name as JSON: `model`, `tokens` (the longest session), `sequences`, `memory` (bytes of the cache).
-Prints for each `blocks`, `block` (bytes) and `session` (bytes), and `refused`, why vLLM would not start, or null.
+Reads engines by name as JSON: `model`, `tokens` (the longest session), `sequences`, `memory` (bytes
+of the cache). Prints for each `blocks`, `block` (bytes) and `session` (bytes), and `refused`, why
+vLLM would not start, or null.
 """
 
 import json
@@ -36,7 +38,8 @@ def examined(engine):
         enable_chunked_prefill=True,
     ).create_engine_config()
     cache = config.cache_config
-    # a GPU's, in place of the CPU's: all attention kernels of GPUs before Blackwell take multiples of 16 tokens
+    # a GPU's, in place of the CPU's: all attention kernels of GPUs before Blackwell take multiples
+    # of 16 tokens
     cache.block_size = 16
     cache.kv_cache_layout = "LBNHC"
     if config.model_config.is_hybrid:
@@ -46,7 +49,9 @@ def examined(engine):
     block = engine["memory"] // found.num_blocks
     refused = None
     try:
-        CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY).resolve_cudagraph_mode_and_sizes(
+        CompilationConfig(
+            cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY
+        ).resolve_cudagraph_mode_and_sizes(
             AttentionCGSupport.UNIFORM_BATCH,
             "",
             use_v2_model_runner=True,

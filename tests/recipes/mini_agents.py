@@ -41,8 +41,14 @@ ATTEMPTS: Mapping[str, Sequence[Edit | Run]] = {
     "breaks-others": [FIX, Edit("spans/writing.py", 'return "0s"', 'return ""')],
     # looks for the fix in all that git has
     "digs": [
-        Run("git log --all --oneline; git log --all -p; git reflog --all; git stash list; git remote -v; git tag"),
-        Run("git fsck --unreachable --lost-found; ls -R .git; grep -rIh '' .git --exclude-dir={hooks,objects}"),
+        Run(
+            "git log --all --oneline; git log --all -p; git reflog --all; git stash list; git"
+            " remote -v; git tag"
+        ),
+        Run(
+            "git fsck --unreachable --lost-found; ls -R .git; grep -rIh '' .git"
+            " --exclude-dir={hooks,objects}"
+        ),
         Run("git cat-file --batch-all-objects --batch-check"),
         Run("git cat-file --batch-all-objects --batch | tr -cd '[:print:]\\n'"),
     ],
@@ -54,7 +60,8 @@ def ask(instruction: str, attempt: str) -> str:
 
 
 def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None:
-    """Let every session of `engine` make the attempt that its instruction names. `files` are those of the start."""
+    """Let every session of `engine` make the attempt that its instruction names. `files` are those
+    of the start."""
 
     def reply(request: dict) -> Reply:
         prompt = engine.tokenizer.decode(request["token_ids"])
@@ -63,7 +70,9 @@ def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None
         (attempt,) = set(re.findall(r"\(attempt: ([\w-]+)\)", prompt))
         # Qwen Code says its workspace, and its tools want absolute paths
         folder = re.search(r"working in the directory: (\S+)|$", prompt)[1]
-        turns = [turn for step in ATTEMPTS[attempt] for turn in turns_of(harness, step, files, folder)]
+        turns = [
+            turn for step in ATTEMPTS[attempt] for turn in turns_of(harness, step, files, folder)
+        ]
         turns += [PROGRAMS[harness].end] if PROGRAMS[harness].end else []
         done = prompt.count("<tool_response>")
         return Say(tool_call(*turns[done]) if done < len(turns) else "Done.")
@@ -74,22 +83,38 @@ def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None
 AGENTS = ("claude-code", "codex", "qwen-code", "pi", "mini-swe-agent")
 
 
-def turns_of(harness: str, step: Edit | Run, files: Mapping[str, str], folder: str | None) -> list[tuple[str, dict]]:
-    """Return the tools and arguments by which a harness does one step. `files` are those of the start."""
+def turns_of(
+    harness: str, step: Edit | Run, files: Mapping[str, str], folder: str | None
+) -> list[tuple[str, dict]]:
+    """Return the tools and arguments by which a harness does one step. `files` are those of the
+    start."""
     if isinstance(step, Edit):
         change = {"old_string": step.old, "new_string": step.new}
         after = files[step.path].replace(step.old, step.new)
         match harness:
             case "claude-code":
-                return [("Read", {"file_path": step.path}), ("Edit", {"file_path": step.path, **change})]
+                return [
+                    ("Read", {"file_path": step.path}),
+                    ("Edit", {"file_path": step.path, **change}),
+                ]
             case "qwen-code":
                 path = {"file_path": f"{folder}/{step.path}"}
                 return [("read_file", path), ("edit", path | change)]
             case "pi":
-                return [("edit", {"path": step.path, "edits": [{"oldText": step.old, "newText": step.new}]})]
+                return [
+                    (
+                        "edit",
+                        {"path": step.path, "edits": [{"oldText": step.old, "newText": step.new}]},
+                    )
+                ]
             case "codex":
                 old, new = files[step.path].splitlines(), after.splitlines()
-                lines = ["apply_patch <<'EOF'", "*** Begin Patch", f"*** Update File: {step.path}", "@@"]
+                lines = [
+                    "apply_patch <<'EOF'",
+                    "*** Begin Patch",
+                    f"*** Update File: {step.path}",
+                    "@@",
+                ]
                 lines += [f"-{line}" for line in old if line not in new]
                 lines += [f"+{line}" for line in new if line not in old]
                 step = Run("\n".join([*lines, "*** End Patch", "EOF"]))

@@ -1,9 +1,10 @@
-"""Stand-ins for Slurm, and for programs that need GPUs: `python tests/recipes/slurm.py PROGRAM ARGUMENTS`.
+"""Stand-ins for Slurm, and for programs that need GPUs: `python tests/recipes/slurm.py PROGRAM
+ARGUMENTS`.
 
-The nodes of the job are the words of `$SIMULATED`, all on this machine. A program that is called on a node writes its
-arguments as a line of JSON to `$LOG`, an engine with its GPUs after the node. Engines and Ray run until they are ended,
-and answer once they have begun; a model named `broken` ends them, and an option `--fails` the training of the second
-node.
+The nodes of the job are the words of `$SIMULATED`, all on this machine. A program that is called on
+a node writes its arguments as a line of JSON to `$LOG`, an engine with its GPUs after the node.
+Engines and Ray run until they are ended, and answer once they have begun; a model named `broken`
+ends them, and an option `--fails` the training of the second node.
 """
 
 import json
@@ -15,7 +16,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 PROGRAMS = ("srun", "scontrol", "sleep", "rolltap", "ray", "torchrun")
-_SRUN = {"relative", "nodes", "ntasks", "ntasks-per-node", "overlap", "cpu-bind", "kill-on-bad-exit"}
+_SRUN = {
+    "relative",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "overlap",
+    "cpu-bind",
+    "kill-on-bad-exit",
+}
 
 
 def srun(arguments: list[str]) -> int:
@@ -32,7 +41,11 @@ def srun(arguments: list[str]) -> int:
     tasks = {}
     for number, name in enumerate(names):
         for local in range(each):
-            own = {"SLURM_NODEID": str(number), "SLURM_LOCALID": str(local), "SLURMD_NODENAME": name}
+            own = {
+                "SLURM_NODEID": str(number),
+                "SLURM_LOCALID": str(local),
+                "SLURMD_NODENAME": name,
+            }
             task = subprocess.Popen(arguments, env=os.environ | own)
             tasks[task.pid] = task
 

@@ -42,7 +42,9 @@ def scripted(tokenizer):
 def client(scripted, tokenizer_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("service")
     harness = program(folder, TWO_CALLS)
-    with serving(folder / "run", scripted.url, tokenizer_folder, harness, "--concurrency", "1") as service:
+    with serving(
+        folder / "run", scripted.url, tokenizer_folder, harness, "--concurrency", "1"
+    ) as service:
         yield rolltap.Client(service.url, service.token)
 
 
@@ -51,7 +53,9 @@ def worker(client, scripted):
     """Return a worker that has not started. Of four calls of the policy's version one is bad."""
     sampled = count()
     scripted.loop.call_soon_threadsafe(scripted._released.clear)
-    scripted.otherwise = lambda _: Say("bad." if next(sampled) % 4 == 3 else "good.", weight_version=FIRST)
+    scripted.otherwise = lambda _: Say(
+        "bad." if next(sampled) % 4 == 3 else "good.", weight_version=FIRST
+    )
     scripted.weight_version = FIRST
     client.policy(FIRST)
     worker = PAGE.ServiceRollouts(client, ["words"], sessions=2, ahead=1)
@@ -67,7 +71,8 @@ def take(worker, number):
 
 
 def accepted(client):
-    """Return the ids of the groups that have been accepted up to now: before one that is submitted here."""
+    """Return the ids of the groups that have been accepted up to now: before one that is submitted
+    here."""
     marker, ids = client.submit("words", sessions=1), []
     client.cancel(marker.id)
     for event in client.events():
@@ -86,16 +91,24 @@ def test_samples_have_the_tokens_and_the_advantages_of_the_group_s_traces(worker
     assert len(batch.traces) == len(samples)
     for trace, sample in zip(batch.traces, samples, strict=True):
         assert sample.input_ids.tolist() == trace.prompt_ids + trace.completion_ids
-        assert sample.completion_mask.tolist() == [0] * len(trace.prompt_ids) + trace.completion_mask
+        assert (
+            sample.completion_mask.tolist() == [0] * len(trace.prompt_ids) + trace.completion_mask
+        )
         assert sample.old_log_probs.tolist() == [0.0] * len(trace.prompt_ids) + trace.logprobs
-        assert [array.dtype for array in (sample.input_ids, sample.old_log_probs)] == [np.int64, np.float32]
+        assert [array.dtype for array in (sample.input_ids, sample.old_log_probs)] == [
+            np.int64,
+            np.float32,
+        ]
         reward = batch.rewards[trace.session_id].reward
         assert (sample.metrics["reward"], sample.metrics["reward_std"]) == (reward, 0.5)
         assert sample.advantage == pytest.approx(2 * reward - 1)
         assert (sample.group_id, sample.model_version) == (0, 1)
     assert {sample.metrics["reward"] for sample in samples} == {0.0, 1.0}
     metrics = worker.metrics_queue.get(timeout=120)
-    assert metrics == {"rollout/reward_mean": (1.0, 2), "rollout/sampled_tokens_total": batch.ledger.sampled}
+    assert metrics == {
+        "rollout/reward_mean": (1.0, 2),
+        "rollout/sampled_tokens_total": batch.ledger.sampled,
+    }
     assert batch.ledger.sampled == sum(sample.completion_mask.sum() for sample in samples)
 
 
@@ -107,7 +120,10 @@ def test_a_sample_is_as_old_as_its_oldest_token(worker, scripted, tokenizer):
     scripted.otherwise = answer
     worker.start()
     for sample in take(worker, 2):
-        assert (sample.model_version, sample.completion_mask.sum() > len(scripted.ids("good."))) == (2, True)
+        assert (
+            sample.model_version,
+            sample.completion_mask.sum() > len(scripted.ids("good.")),
+        ) == (2, True)
 
 
 def test_tokens_of_another_training_s_weights_are_refused(worker, scripted):
@@ -153,7 +169,9 @@ def test_a_service_that_is_not_well_for_so_long_is_an_error(worker, scripted):
 def test_without_a_published_policy_it_does_not_start(worker, client, scripted):
     scripted.weight_version = "default"
     client.policy("default")
-    with pytest.raises(InputError, match="the service's policy is 'default': give the trainer a LoraTransfer"):
+    with pytest.raises(
+        InputError, match="the service's policy is 'default': give the trainer a LoraTransfer"
+    ):
         worker.start()
     with pytest.raises(InputError, match="tasks is empty"):
         PAGE.ServiceRollouts(client, [])
@@ -172,7 +190,10 @@ def test_a_model_without_a_lora_adapter_is_refused_and_the_policy_stays(client, 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_is_the_policy_and_the_newest_ones_stay_loaded(engine, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(engine.model_dir)
-    model, admin = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")), EngineAdmin(engine.url)
+    model, admin = (
+        get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")),
+        EngineAdmin(engine.url),
+    )
     with serving(tmp_path / "run", engine.url, engine.model_dir, program(tmp_path)) as service:
         client = rolltap.Client(service.url, service.token)
         publisher = rolltap.AdapterPublisher(client, tmp_path / "adapters", adapters=1)

@@ -20,9 +20,13 @@ def explore(*arguments):
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Return the lines that it prints for a run of three writers, with runs of blanks replaced by one."""
+    """Return the lines that it prints for a run of three writers, with runs of blanks replaced by
+    one."""
     run = tmp_path_factory.mktemp("run")
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "List the files."}]
+    asked = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "List the files."},
+    ]
     told = [{"role": "tool", "content": "a.txt"}]
     title = [{"role": "user", "content": "A title?"}]
 

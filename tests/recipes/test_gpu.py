@@ -266,7 +266,9 @@ class TestTrainer:
         found = named(check.trainer(setting))
         assert set(results(found.values())) == {"passed"}
         for case in ("paths", "windows"):  # on a GPU, soft caps and sinks too
-            assert found.pop(f"trainer: attention in bfloat16 against float32, {case}").measured < 0.01
+            assert (
+                found.pop(f"trainer: attention in bfloat16 against float32, {case}").measured < 0.01
+            )
         for model in ("qwen3-tiny", "qwen3.5-tiny"):
             for way in ("packed", "padded"):
                 line = found.pop(f"trainer: gradients of {way} rows, float32, {model}")
@@ -274,12 +276,16 @@ class TestTrainer:
             found.pop(f"trainer: probe of packed rows, float32, {model}")
         assert not found
 
-    def test_gradients_that_differ_and_a_reason_of_the_probe_are_failed_lines(self, tmp_path, monkeypatch):
+    def test_gradients_that_differ_and_a_reason_of_the_probe_are_failed_lines(
+        self, tmp_path, monkeypatch
+    ):
         def untouched(model, forest, dtype):
             model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
 
         monkeypatch.setattr(trainer_half, "run", untouched)
-        monkeypatch.setattr(trainer_half, "gradients_of", lambda model: {"a": torch.ones(2) * (model.training + 1)})
+        monkeypatch.setattr(
+            trainer_half, "gradients_of", lambda model: {"a": torch.ones(2) * (model.training + 1)}
+        )
         monkeypatch.setattr(trainer_half, "plain_gradients", lambda *_: {"a": torch.ones(2)})
         monkeypatch.setattr(trainer_half, "probe", lambda *_: "a mixer leaks")
         folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
@@ -294,12 +300,19 @@ class TestTrainer:
         lengths = (3, 4, 5, 6)
         for dynamic, number in ((False, 2), (True, 0)):
             compiled = torch.compile(double, backend="eager", dynamic=dynamic)
-            assert trainer_half.recompilations(lambda n, compiled=compiled: compiled(torch.ones(n)), lengths) == number
+            assert (
+                trainer_half.recompilations(
+                    lambda n, compiled=compiled: compiled(torch.ones(n)), lengths
+                )
+                == number
+            )
             torch.compiler.reset()
 
     # of PEFT
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-    def test_memory_is_held_against_the_plan_and_the_longest_row_is_the_planned_one(self, tmp_path, monkeypatch):
+    def test_memory_is_held_against_the_plan_and_the_longest_row_is_the_planned_one(
+        self, tmp_path, monkeypatch
+    ):
         gib = trainer_half.GIB
         folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
         always, of_row = trainer_half.planned(folder, trainer_half.LORA)
@@ -315,7 +328,11 @@ class TestTrainer:
             monkeypatch.setattr(torch.cuda, name, values.__next__)
         for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda: None)
-        monkeypatch.setattr(trainer_half, "get_act_offloading_ctx_manager", lambda *_, **__: contextlib.nullcontext())
+        monkeypatch.setattr(
+            trainer_half,
+            "get_act_offloading_ctx_manager",
+            lambda *_, **__: contextlib.nullcontext(),
+        )
         monkeypatch.setattr(trainer_half, "LENGTH", 600)
         found = named(trainer_half.size_lines(folder, trainer_half.LORA, "cpu"))
         name = "qwen3-tiny, LoRA"
@@ -520,7 +537,12 @@ class TestSteps:
         assert (line.result, line.measured) == ("failed", pytest.approx(0.2))
 
     def test_a_step_takes_its_rollouts_its_publication_and_its_trainer(self):
-        first = {"seconds_rollout": 5.0, "seconds_publication": 0.5, "seconds_training": 2.0, "tokens_per_second": 50.0}
+        first = {
+            "seconds_rollout": 5.0,
+            "seconds_publication": 0.5,
+            "seconds_training": 2.0,
+            "tokens_per_second": 50.0,
+        }
         second = {"seconds_rollout": 3.0, "seconds_publication": 1.5, "seconds_training": 0.0}
         seconds, tokens = trainings.speed("lora", [first, second])
         assert seconds.measured == pytest.approx(4 + 1 + 1)
@@ -612,7 +634,8 @@ def require_mini():
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
 
 
-@pytest.mark.deep  # short, training/test_resume kills trainings, and test_loop resumes one with this engine
+# short, training/test_resume kills trainings, and test_loop resumes one with this engine
+@pytest.mark.deep
 @pytest.mark.engine
 @pytest.mark.harness
 def test_a_training_that_was_killed_ends_well_and_its_step_is_in_the_engine(engine, tmp_path):

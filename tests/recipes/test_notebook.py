@@ -16,9 +16,13 @@ from tests.conftest import ROOT
 FOLDER = ROOT / "recipes" / "notebook"
 NAMES = {
     "first_gradient": ("rolltap torch datasets", "EngineServer Task rollout TraceGRPOTrainer"),
-    "train_offline": ("rolltap torch transformers tokenizers", "import_calls open_run train_offline"),
+    "train_offline": (
+        "rolltap torch transformers tokenizers",
+        "import_calls open_run train_offline",
+    ),
 }
-"""Name of a notebook -> what it imports besides the standard library, and public names that it shows."""
+"""Name of a notebook -> what it imports besides the standard library, and public names that it
+shows."""
 
 READ_BACK = """
 print(json.dumps({
@@ -78,7 +82,11 @@ def test_it_uses_the_public_page_and_few_other_packages(name, code):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module.partition(".")[0])
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rolltap":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "rolltap"
+        ):
             names.add(node.attr)
     expected, shown = (set(words.split()) for words in NAMES[name])
     assert imported - sys.stdlib_module_names == expected
@@ -100,7 +108,9 @@ def execute(tmp_path, monkeypatch):
         notebook = nbformat.read(path, as_version=4)
         notebook.cells.append(new_code_cell(read_back))
         NotebookClient(notebook, timeout=600, resources={"metadata": {"path": FOLDER}}).execute()
-        printed = [output.text for output in notebook.cells[-1].outputs if output.get("name") == "stdout"]
+        printed = [
+            output.text for output in notebook.cells[-1].outputs if output.get("name") == "stdout"
+        ]
         return json.loads("".join(printed))
 
     return execute
@@ -127,15 +137,27 @@ def test_it_goes_from_a_task_to_a_gradient(execute, monkeypatch):
     sessions, calls = run.sessions(), run.calls
     assert {session.status for session in sessions} == {"completed"}
     assert {session.reward for session in sessions} == {0.0, 1.0}
-    # the model looks around, counts and submits, and skips the first turn in one session of a hundred
-    submits = [["COMPLETE_TASK" in (call.reply or "") for call in calls[session.session_id]] for session in sessions]
+    # the model looks around, counts and submits, and skips the first turn in one session of a
+    # hundred
+    submits = [
+        ["COMPLETE_TASK" in (call.reply or "") for call in calls[session.session_id]]
+        for session in sessions
+    ]
     assert all(each.index(True) == len(each) - 1 for each in submits)
     assert max(map(len, submits)) >= 3
     assert run.verify(progress=False).findings == []  # every call that began is recorded
 
-    assert executed["sampled"] == sum(len(call.completion_ids) for recorded in calls.values() for call in recorded) > 0
+    assert (
+        executed["sampled"]
+        == sum(len(call.completion_ids) for recorded in calls.values() for call in recorded)
+        > 0
+    )
     assert executed["sampled"] == executed["trained"] + sum(executed["left_out"].values())
-    assert executed["trained"] == executed["masked"] == executed["tokens_trained"] + executed["no_signal"]
+    assert (
+        executed["trained"]
+        == executed["masked"]
+        == executed["tokens_trained"] + executed["no_signal"]
+    )
     assert executed["tokens_trained"] > 0
 
     assert math.isfinite(executed["gradient_norm"])

@@ -8,7 +8,10 @@ import pytest
 from tests.conftest import ROOT
 from tests.readme.blocks import SITE
 
-PROGRAMS = [*(ROOT / "recipes" / "service").glob("*.py"), ROOT / "recipes" / "quickstart" / "run.py"]
+PROGRAMS = [
+    *(ROOT / "recipes" / "service").glob("*.py"),
+    ROOT / "recipes" / "quickstart" / "run.py",
+]
 NOTEBOOKS = [*(ROOT / "recipes" / "notebook").glob("*.ipynb")]
 PAGES = [*(SITE / "pages").glob("*.md")]
 PRIVATE = re.compile(r"^\s*(?:from|import) (rolltap\.(?!errors\b|types\b)[\w.]+)", re.MULTILINE)
@@ -28,6 +31,8 @@ def test_a_recipe_imports_no_private_module(path):
     assert PRIVATE.findall(source_of(path)) == []
 
 
-@pytest.mark.parametrize("line", ["from rolltap.trainer.names import Version", "    import rolltap.addons.errors"])
+@pytest.mark.parametrize(
+    "line", ["from rolltap.trainer.names import Version", "    import rolltap.addons.errors"]
+)
 def test_a_private_module_is_found(line):
     assert PRIVATE.findall(line)

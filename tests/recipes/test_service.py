@@ -1,4 +1,5 @@
-"""The pages of recipes/service: both raise the reward of the quickstart's tiny model, with a real vLLM on CPU."""
+"""The pages of recipes/service: both raise the reward of the quickstart's tiny model, with a real
+vLLM on CPU."""
 
 import importlib.util
 import json
@@ -26,7 +27,8 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.harness,
     pytest.mark.skipif(
-        shutil.which("mini") is None, reason="mini-swe-agent is not installed: tests/run.sh installs it"
+        shutil.which("mini") is None,
+        reason="mini-swe-agent is not installed: tests/run.sh installs it",
     ),
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
 ]
@@ -43,9 +45,13 @@ def page(name):
 @pytest.fixture
 def service(engine, tmp_path):
     """Serve the quickstart's task. The engine has no adapters afterwards."""
-    task = json.loads((QUICKSTART / "tasks.jsonl").read_text()) | {"workspace": str(QUICKSTART / "workspace")}
+    task = json.loads((QUICKSTART / "tasks.jsonl").read_text()) | {
+        "workspace": str(QUICKSTART / "workspace")
+    }
     how = ["--concurrency", "8", "--timeout", "120"]
-    with serving(tmp_path / "run", engine.url, engine.model_dir, "mini-swe-agent", *how, tasks=[task]) as served:
+    with serving(
+        tmp_path / "run", engine.url, engine.model_dir, "mini-swe-agent", *how, tasks=[task]
+    ) as served:
         yield served
     admin = EngineAdmin(engine.url)
     for name in admin.models().adapters:
@@ -55,12 +61,14 @@ def service(engine, tmp_path):
 def check_learned(service, engine):
     """Assert that the policy learned from the first group.
 
-    It prefers the sessions that earned a reward to the others, by 0.3 nats more than the base does. The rewards of
-    another group would be an accident: it has few sessions.
+    It prefers the sessions that earned a reward to the others, by 0.3 nats more than the base does.
+    The rewards of another group would be an accident: it has few sessions.
     """
     client = rolltap.Client(service.url, service.token)
     admin = EngineAdmin(engine.url)
-    first = client.get(next(event.data["id"] for event in client.events() if event.kind == "accepted"))
+    first = client.get(
+        next(event.data["id"] for event in client.events() if event.kind == "accepted")
+    )
     traces = rolltap.open_run(first.run).traces().batch(first.session_ids).traces
 
     def preference(model):
@@ -75,7 +83,12 @@ def check_learned(service, engine):
 
 def versions(service):
     """Return the versions that sampled the run's tokens, in the order of the sessions' starts."""
-    spans = (span for calls in RecordedCalls(service.run).values() for call in calls for span in call.weight_versions)
+    spans = (
+        span
+        for calls in RecordedCalls(service.run).values()
+        for call in calls
+        for span in call.weight_versions
+    )
     return list(dict.fromkeys(span.version for span in spans))
 
 
@@ -84,7 +97,9 @@ def test_the_loop_has_at_most_forty_lines():
 
 
 def test_the_loop_trains_a_step_and_publishes_it(service, engine, tmp_path):
-    page("loop").train(service.url, str(service.run / "service.token"), str(tmp_path), steps=1, sessions=4)
+    page("loop").train(
+        service.url, str(service.run / "service.token"), str(tmp_path), steps=1, sessions=4
+    )
     client = rolltap.Client(service.url, service.token)
     assert client.policy() == Policy("loop.1", "policy-loop.1")
     assert EngineAdmin(engine.url).models().adapters == {"policy-loop.1"}
@@ -101,24 +116,50 @@ def test_the_loop_raises_the_reward(service, engine, tmp_path):
     assert versions(service) == ["default", "loop.1", "loop.2", "loop.3"]
 
 
-def attend(module, query, key, value, _, *, tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, scaling, **__):
-    """Attend as TRL's `tree_attention`: each segment to the keys of its path. TRL's own needs a kernel for CUDA."""
+def attend(
+    module,
+    query,
+    key,
+    value,
+    _,
+    *,
+    tree_kv_index,
+    tree_cu_seqlens_q,
+    tree_cu_seqlens_k,
+    scaling,
+    **__,
+):
+    """Attend as TRL's `tree_attention`: each segment to the keys of its path. TRL's own needs a
+    kernel for CUDA."""
     segments = []
     places = tree_kv_index.split(tree_cu_seqlens_k.diff().tolist())
-    for own, path in zip(query.split(tree_cu_seqlens_q.diff().tolist(), dim=2), places, strict=True):
+    for own, path in zip(
+        query.split(tree_cu_seqlens_q.diff().tolist(), dim=2), places, strict=True
+    ):
         mask = torch.ones(own.shape[2], len(path), dtype=torch.bool).tril(len(path) - own.shape[2])
         keys = key[:, :, path], value[:, :, path]
         segments.append(
-            torch.nn.functional.scaled_dot_product_attention(own, *keys, mask, scale=scaling, enable_gqa=True)
+            torch.nn.functional.scaled_dot_product_attention(
+                own, *keys, mask, scale=scaling, enable_gqa=True
+            )
         )
     return torch.cat(segments, dim=2).transpose(1, 2), None
 
 
 def train_by_trl(service, folder, monkeypatch, **settings):
     """Train by the page on a CPU. The first step's ratios are 1."""
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # it asks CUDA for a name
-    settings |= {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
-    trainer = page("async_grpo").make_trainer(service.url, str(service.run / "service.token"), str(folder), **settings)
+    monkeypatch.setattr(
+        async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None
+    )  # it asks CUDA for a name
+    settings |= {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "gradient_checkpointing": False,
+    }
+    trainer = page("async_grpo").make_trainer(
+        service.url, str(service.run / "service.token"), str(folder), **settings
+    )
     AttentionInterface.register(TREE_ATTENTION, attend)
     trainer.train()
     logged = [line for line in trainer.state.log_history if "ratio" in line]
@@ -126,7 +167,9 @@ def train_by_trl(service, folder, monkeypatch, **settings):
 
 
 def test_trl_s_trainer_trains_a_step_and_publishes_it(service, engine, tmp_path, monkeypatch):
-    train_by_trl(service, tmp_path, monkeypatch, sessions=4, max_steps=1, per_device_train_batch_size=4)
+    train_by_trl(
+        service, tmp_path, monkeypatch, sessions=4, max_steps=1, per_device_train_batch_size=4
+    )
     policy = rolltap.Client(service.url, service.token).policy()
     assert policy.model in EngineAdmin(engine.url).models().adapters
 

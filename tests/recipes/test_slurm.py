@@ -38,7 +38,8 @@ class Job:
         file.chmod(0o755)
 
     def run(self, batch, *arguments, nodes=NODES, **variables):
-        """Run a batch file, and make sure that all that it has started ends. Returns its status and what it said."""
+        """Run a batch file, and make sure that all that it has started ends. Returns its status and
+        what it said."""
         mark = secrets.token_hex(8)
         environment = (
             os.environ
@@ -56,7 +57,9 @@ class Job:
         script = self.folder / "recipes" / "slurm" / batch
         command = ["bash", script, *arguments]
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(command, env=environment, start_new_session=True, **output) as process:
+        with subprocess.Popen(
+            command, env=environment, start_new_session=True, **output
+        ) as process:
             try:
                 said, _ = process.communicate(timeout=300)  # until all have closed it
             finally:
@@ -76,7 +79,9 @@ def job(tmp_path):
     return Job(tmp_path)
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in SLURM.iterdir() if path.suffix != ".md"))
+@pytest.mark.parametrize(
+    "file", sorted(path.name for path in SLURM.iterdir() if path.suffix != ".md")
+)
 def test_each_file_is_bash(file):
     assert subprocess.run(["bash", "-n", SLURM / file], capture_output=True, text=True).stderr == ""
 
@@ -97,9 +102,26 @@ def urls_on(nodes, gpus=range(8)):
 
 
 FLEET = [
-    ["127.0.0.1", "ray", "start", "--head", "--port=6379", "--num-gpus=0", "--disable-usage-stats", "--block"],
+    [
+        "127.0.0.1",
+        "ray",
+        "start",
+        "--head",
+        "--port=6379",
+        "--num-gpus=0",
+        "--disable-usage-stats",
+        "--block",
+    ],
     *(
-        [node, "ray", "start", "--address=127.0.0.1:6379", "--num-gpus=0", "--disable-usage-stats", "--block"]
+        [
+            node,
+            "ray",
+            "start",
+            "--address=127.0.0.1:6379",
+            "--num-gpus=0",
+            "--disable-usage-stats",
+            "--block",
+        ]
         for node in NODES[1:]
     ),
 ]
@@ -112,7 +134,17 @@ def test_a_training_has_its_nodes_an_engine_on_each_other_gpu_and_a_fleet_on_all
     assert fleet == FLEET
     assert engines == engines_on(NODES[2:], "--lora-rank", "16")
     port = trainers[0][trainers[0].index("--master-port") + 1]
-    launched = ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "8", "-m", "rolltap", "train"]
+    launched = [
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "--nproc-per-node",
+        "8",
+        "-m",
+        "rolltap",
+        "train",
+    ]
     online = ["--engine", urls_on(NODES[2:]), "--ray", "127.0.0.1:6379"]
     trained = ["recipe.toml", "--out", "runs/grpo", *online]
     assert trainers == [
@@ -124,12 +156,22 @@ def test_a_training_has_its_nodes_an_engine_on_each_other_gpu_and_a_fleet_on_all
 
 
 def test_rollouts_run_on_the_first_node_with_engines_and_a_fleet_on_all(job):
-    status, said = job.run("rollout.sbatch", "rollout", "tasks.jsonl", "--out", "runs/first", PER_NODE="2")
+    status, said = job.run(
+        "rollout.sbatch", "rollout", "tasks.jsonl", "--out", "runs/first", PER_NODE="2"
+    )
     assert status == 0, said
     (rolled_out,) = (call for call in job.calls() if call[2] == "rollout")
     engines = urls_on(NODES, range(2))
     given = ["--model", "models/Qwen3-8B", "--engine", engines, "--ray", "127.0.0.1:6379"]
-    assert rolled_out == ["batch", "rolltap", "rollout", "tasks.jsonl", "--out", "runs/first", *given]
+    assert rolled_out == [
+        "batch",
+        "rolltap",
+        "rollout",
+        "tasks.jsonl",
+        "--out",
+        "runs/first",
+        *given,
+    ]
     others = [call for call in job.calls() if call != rolled_out]
     assert others == FLEET + engines_on(NODES, gpus=range(2))
 
@@ -148,7 +190,9 @@ def test_a_job_ends_when_an_engine_has_ended_or_the_training_of_a_node_fails(job
     assert (status, "a part of the job has ended" in said) == (1, True)
     assert not any("torchrun" in call for call in job.calls())
     assert job.run("train.sbatch", "recipe.toml", "--fails")[0] == 1
-    assert any("torchrun" in call for call in job.calls())  # the other node's may end before it has begun
+    assert any(
+        "torchrun" in call for call in job.calls()
+    )  # the other node's may end before it has begun
 
 
 @pytest.mark.deep  # short, the lines are those that test_nodes.py runs

@@ -1,5 +1,5 @@
-"""The recipes for models of real size: their plans are those of the README, every harness of the table is planned, and
-their engines hold by vLLM's own functions what is planned.
+"""The recipes for models of real size: their plans are those of the README, every harness of the
+table is planned, and their engines hold by vLLM's own functions what is planned.
 
 `python -m tests.recipes.test_swe` writes the plans into the README.
 """
@@ -34,7 +34,9 @@ README = SWE / "README.md"
 RECIPES = sorted(path.name for path in SWE.glob("*.toml"))
 PLANNED = cases(RECIPES, 3, 4)  # a hybrid, and experts
 HARNESSES = ["codex", "claude-code", "qwen-code", "pi"]
-pytestmark = pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # PEFT, of patterns for experts
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The following:RuntimeWarning"
+)  # PEFT, of patterns for experts
 _numbers = {}
 HYBRID = "one-gpu-lora.toml"
 VERSIONS = {"0.32": "ROLLTAP_VLLM", "0.33": "ROLLTAP_VLLM_NEXT"}
@@ -42,7 +44,8 @@ VERSIONS = {"0.32": "ROLLTAP_VLLM", "0.33": "ROLLTAP_VLLM_NEXT"}
 
 
 def planned(name: str, folder: Path) -> TrainingPlan:
-    """Plan a recipe with the model of the tests, on a machine without a GPU and without kernels for one with both."""
+    """Plan a recipe with the model of the tests, on a machine without a GPU and without kernels for
+    one with both."""
     recipe = load_recipe(Path(shutil.copy(SWE / name, folder)))
     model = recipe.model.name
     for source in ("qwen3-4b", model.lower()):  # the tokenizer of the first, if the second has none
@@ -77,7 +80,9 @@ def printed(name: str) -> str:
 def with_plans(readme: str) -> str:
     """Return the README's text with the plan of each recipe below its command."""
     for name in RECIPES:
-        before, command, after = readme.partition(f"$ rolltap train recipes/swe/{name} --out runs/swe --dry-run\n")
+        before, command, after = readme.partition(
+            f"$ rolltap train recipes/swe/{name} --out runs/swe --dry-run\n"
+        )
         assert command, f"the README has no plan of {name}"
         readme = f"{before}{command}{printed(name)}\n{after[after.index('```') :]}"
     return readme
@@ -144,10 +149,14 @@ def answers(request, engines):
     variable = VERSIONS[request.param]
     python = Path(os.environ.get(variable, "")).with_name("python")
     if not python.is_file():
-        pytest.skip(f"vLLM {request.param} is not installed: tests/run.sh installs it, or set {variable}")
+        pytest.skip(
+            f"vLLM {request.param} is not installed: tests/run.sh installs it, or set {variable}"
+        )
     script = Path(__file__).with_name("in_vllm.py")
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    asked = subprocess.run([python, script], input=json.dumps(engines[0]), capture_output=True, text=True, env=env)
+    asked = subprocess.run(
+        [python, script], input=json.dumps(engines[0]), capture_output=True, text=True, env=env
+    )
     assert asked.returncode == 0, asked.stderr
     return json.loads(asked.stdout.splitlines()[-1])
 
@@ -161,7 +170,9 @@ def test_each_recipes_engine_starts_and_holds_the_sessions_that_are_planned(engi
         assert answer["blocks"] >= each.memory.engine.sequences
         assert each.memory.engine.blocks == pytest.approx(answer["blocks"], rel=0.01)
         assert blocks.bytes == pytest.approx(answer["block"], rel=0.01)
-        assert blocks.session_bytes(asked[name]["tokens"]) == pytest.approx(answer["session"], rel=0.01)
+        assert blocks.session_bytes(asked[name]["tokens"]) == pytest.approx(
+            answer["session"], rel=0.01
+        )
 
 
 def test_vllm_starts_a_hybrid_with_as_many_blocks_as_calls_and_not_with_fewer(answers):

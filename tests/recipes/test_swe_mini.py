@@ -1,4 +1,5 @@
-"""The miniature: its files are what they say, and the real programs get the rewards that they earn on it."""
+"""The miniature: its files are what they say, and the real programs get the rewards that they earn
+on it."""
 
 import json
 import os
@@ -53,7 +54,15 @@ def apply(patch: str, checkout: Path) -> None:
 
 def outcomes(checkout: Path, report: Path) -> dict[str, bool]:
     """Return which tests pass, by the names that pytest gives them."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junit-xml={report}",
+    ]
     subprocess.run(command, cwd=checkout, stdout=subprocess.DEVNULL)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -64,18 +73,30 @@ def outcomes(checkout: Path, report: Path) -> dict[str, bool]:
 
 
 def test_it_comes_out_the_same_whatever_git_is_told(mini, row, tmp_path):
-    (tmp_path / "gitconfig").write_text("[user]\nname = Somebody\n[am]\nkeepcr = true\n[commit]\ngpgsign = true\n")
-    settings = {"GIT_CONFIG_GLOBAL": str(tmp_path / "gitconfig"), "TZ": "Asia/Tokyo", "GIT_AUTHOR_NAME": "Somebody"}
+    (tmp_path / "gitconfig").write_text(
+        "[user]\nname = Somebody\n[am]\nkeepcr = true\n[commit]\ngpgsign = true\n"
+    )
+    settings = {
+        "GIT_CONFIG_GLOBAL": str(tmp_path / "gitconfig"),
+        "TZ": "Asia/Tokyo",
+        "GIT_AUTHOR_NAME": "Somebody",
+    }
     again = make(tmp_path / "again", **settings)
     assert (again / "tasks.jsonl").read_bytes() == (mini / "tasks.jsonl").read_bytes()
     assert row["base_commit"] == BASE
 
 
-def test_the_tests_of_the_row_are_those_that_the_reference_patch_mends_and_keeps(row, checkout, tmp_path):
+def test_the_tests_of_the_row_are_those_that_the_reference_patch_mends_and_keeps(
+    row, checkout, tmp_path
+):
     apply(row["test_patch"], checkout)
     before = outcomes(checkout, tmp_path / "before.xml")
-    assert sorted(name for name, passes in before.items() if not passes) == sorted(json.loads(row["FAIL_TO_PASS"]))
-    assert sorted(name for name, passes in before.items() if passes) == sorted(json.loads(row["PASS_TO_PASS"]))
+    assert sorted(name for name, passes in before.items() if not passes) == sorted(
+        json.loads(row["FAIL_TO_PASS"])
+    )
+    assert sorted(name for name, passes in before.items() if passes) == sorted(
+        json.loads(row["PASS_TO_PASS"])
+    )
     apply(row["patch"], checkout)
     assert outcomes(checkout, tmp_path / "after.xml") == dict.fromkeys(before, True)
 
@@ -83,7 +104,9 @@ def test_the_tests_of_the_row_are_those_that_the_reference_patch_mends_and_keeps
 def test_the_checkout_is_a_clone_that_has_the_fix_and_the_harbor_task_starts_before_it(mini, row):
     def log(checkout, *which):
         command = ["git", "-C", checkout, "log", "--format=%H %s", *which]
-        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.splitlines()
 
     clone = mini / "repositories" / "example__spans"
     start = mini / "harbor" / row["instance_id"] / "environment" / "repo"
@@ -101,12 +124,15 @@ def test_the_solution_of_the_harbor_task_is_the_reference_patch(mini, row, tmp_p
 
 FORMS = {"harbor": "harbor", "row": "tasks.jsonl"}
 WON = ["an exit with status 0 at the import", "JSON as the reward, by the agent's code"]
-"""Cheats that win where the exit status of pytest decides alone, or the reward's file is not written last."""
+"""Cheats that win where the exit status of pytest decides alone, or the reward's file is not
+written last."""
 
 
 @sandboxed
 @pytest.mark.parametrize("form", cases(FORMS, 0))
-def test_no_cheat_wins_in_either_form_and_the_solution_earns_the_best(form, mini, monkeypatch, tmp_path):
+def test_no_cheat_wins_in_either_form_and_the_solution_earns_the_best(
+    form, mini, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trial, "CHEATS", [cheat for cheat in CHEATS if DEEP or cheat.name in WON])
     (found,) = rolltap.check_tasks(
@@ -132,7 +158,8 @@ def swe_task(mini):
 
 @pytest.fixture
 def play(mini, tokenizer, tokenizer_folder, tmp_path):
-    """Return a function that runs tasks in one rollout, and returns the run and the last row of each task."""
+    """Return a function that runs tasks in one rollout, and returns the run and the last row of
+    each task."""
 
     def play(tasks, harness, where):
         installed(harness)
@@ -142,7 +169,9 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
         except InputError as error:
             pytest.skip(str(error))
         checkout = mini / "repositories" / "example__spans"
-        files = {name: (checkout / name).read_text() for name in ("spans/reading.py", "spans/writing.py")}
+        files = {
+            name: (checkout / name).read_text() for name in ("spans/reading.py", "spans/writing.py")
+        }
         with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
             lead(engine, harness, files)
             run = rolltap.rollout(
@@ -165,12 +194,15 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
 
 @pytest.mark.harness
 @pytest.mark.parametrize(
-    ("harness", "runtime"), cases([*((name, "sandbox") for name in AGENTS), ("pi", "process")], 0, -1)
+    ("harness", "runtime"),
+    cases([*((name, "sandbox") for name in AGENTS), ("pi", "process")], 0, -1),
 )
 def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe_task):
     tasks = [attempted(swe_task, attempt) for attempt in EARNED]
     # a judge without its module ends with status 1, as failing tests do
-    judge = swe_task.judge.model_copy(update={"command": ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]})
+    judge = swe_task.judge.model_copy(
+        update={"command": ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]}
+    )
     broken = tasks[0].model_copy(update={"id": "without-pytest", "judge": judge})
     _, sessions = play([*tasks, broken], harness, runtime)
     assert {name: (session.status, session.reward) for name, session in sessions.items()} == {
@@ -178,8 +210,15 @@ def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe
         "without-pytest": ("infrastructure", None),  # it did not run
     }
     parts = {name: sessions[name].parts for name in EARNED}
-    passes = {"right": (6, 26), "wrong": (4, 26), "deletes-tests": (0, 26), "breaks-others": (6, 24)}
-    shares = {name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in passes.items()}
+    passes = {
+        "right": (6, 26),
+        "wrong": (4, 26),
+        "deletes-tests": (0, 26),
+        "breaks-others": (6, 24),
+    }
+    shares = {
+        name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in passes.items()
+    }
     assert parts == {name: pytest.approx(share) for name, share in shares.items()}
     # each agent did what its attempt says
     changed = {name: sessions[name].evidence["changed"] for name in EARNED}
@@ -195,7 +234,13 @@ def test_the_harbor_task_gives_the_same_rewards(play, mini):
     assert {name: session.reward for name, session in sessions.items()} == EARNED
 
 
-FIX_TOLD = ["A sign counts for the whole", "a sign stands first", "test_a_sign_counts", "8d4a5e8", "v0.3"]
+FIX_TOLD = [
+    "A sign counts for the whole",
+    "a sign stands first",
+    "test_a_sign_counts",
+    "8d4a5e8",
+    "v0.3",
+]
 """Parts of the fix's message, code, test, id and of a later tag, which only the history has."""
 
 
@@ -211,7 +256,9 @@ def test_git_tells_the_fix_to_who_digs_in_the_clone(checkout):
 
 @pytest.mark.harness
 @pytest.mark.parametrize("runtime", cases(["process", "sandbox"]))
-def test_an_agent_that_digs_in_its_copy_finds_the_history_without_the_fix(runtime, play, swe_task, tokenizer):
+def test_an_agent_that_digs_in_its_copy_finds_the_history_without_the_fix(
+    runtime, play, swe_task, tokenizer
+):
     run, sessions = play([attempted(swe_task, "digs")], "pi", runtime)
     (calls,) = run.calls.values()
     said = tokenizer.decode(calls[-1].prompt_ids)

@@ -1,7 +1,7 @@
 """A machine with secrets, and boxes in which the attacks on them run.
 
-`tests/security/attack_scripts.py` has the attacks. As a program it runs them in boxes of one runtime, as a user of this
-machine: see `run_as`.
+`tests/security/attack_scripts.py` has the attacks. As a program it runs them in boxes of one
+runtime, as a user of this machine: see `run_as`.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class World:
-    """Secrets of this machine that no box may see: each holds a canary, a text that nobody can guess."""
+    """Secrets of this machine that no box may see: each holds a canary, a text that nobody can
+    guess."""
 
     canary: str
     env: dict[str, str]
@@ -49,7 +50,11 @@ class World:
         return found
 
     def _survivors(self) -> list[psutil.Process]:
-        return [each for each in psutil.process_iter(["cmdline"]) if self.env["MARKER"] in (each.info["cmdline"] or ())]
+        return [
+            each
+            for each in psutil.process_iter(["cmdline"])
+            if self.env["MARKER"] in (each.info["cmdline"] or ())
+        ]
 
 
 @contextmanager
@@ -75,7 +80,9 @@ def world(folder: Path) -> Iterator[World]:
         made = World(canary, {}, victim)
         stack.callback(victim.communicate)
         stack.callback(victim.kill)
-        loopback, host = (_server(stack, made, socket.AF_INET, (name, 0)) for name in ("127.0.0.1", _address()))
+        loopback, host = (
+            _server(stack, made, socket.AF_INET, (name, 0)) for name in ("127.0.0.1", _address())
+        )
         _server(stack, made, socket.AF_INET, host, socket.SOCK_DGRAM)
         for address in (f"\0{canary[:20]}", str(folder / "socket")):
             _server(stack, made, socket.AF_UNIX, address)
@@ -94,7 +101,9 @@ def world(folder: Path) -> Iterator[World]:
         yield made
 
 
-def _server(stack: ExitStack, made: World, family: int, address: Any, kind: int = socket.SOCK_STREAM) -> Any:
+def _server(
+    stack: ExitStack, made: World, family: int, address: Any, kind: int = socket.SOCK_STREAM
+) -> Any:
     """Serve the canary at an address until the stack is closed. Return the address."""
     server = stack.enter_context(socket.socket(family, kind))
     server.bind(address)
@@ -134,7 +143,9 @@ def _address() -> str:
             return "127.0.0.2"
 
 
-async def play(runtime: Runtime, script: str, folder: Path, env: dict[str, str], limits: Limits) -> dict[str, object]:
+async def play(
+    runtime: Runtime, script: str, folder: Path, env: dict[str, str], limits: Limits
+) -> dict[str, object]:
     """Run a script in a box of its own. Return how it ended and what it said."""
     for name in ("workspace", "home"):
         (folder / name).mkdir(parents=True)
@@ -170,7 +181,9 @@ async def play_all(
     return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
 
 
-def run_as(user: str, folder: Path, make: str, env: dict[str, str], names: list[str]) -> dict[str, dict[str, object]]:
+def run_as(
+    user: str, folder: Path, make: str, env: dict[str, str], names: list[str]
+) -> dict[str, dict[str, object]]:
     """Run scripts in a process of its own as a user of this machine, and return how each ended.
 
     `make` is the `module:function` that makes the runtime.
@@ -178,7 +191,9 @@ def run_as(user: str, folder: Path, make: str, env: dict[str, str], names: list[
     uid = pwd.getpwnam(user).pw_uid
     folder.mkdir()
     os.chown(folder, uid, -1)
-    request = json.dumps({"user": user, "folder": str(folder), "make": make, "env": env, "names": names})
+    request = json.dumps(
+        {"user": user, "folder": str(folder), "make": make, "env": env, "names": names}
+    )
     command = [sys.executable, "-m", "tests.security.attacks"]
     done = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -191,7 +206,8 @@ def main() -> None:
     runtime = getattr(importlib.import_module(module), function)()
     user = pwd.getpwnam(request["user"])
     if user.pw_uid != os.getuid():
-        # a Python below the home of root is closed to others: what asyncio imports late is imported here
+        # a Python below the home of root is closed to others: what asyncio imports late is imported
+        # here
         importlib.import_module("concurrent.futures.thread")
         sys.executable = "/usr/bin/python3"
         os.environ["PATH"] = "/usr/local/bin:/usr/bin:/bin"
@@ -200,7 +216,13 @@ def main() -> None:
         os.setuid(user.pw_uid)
         os.environ["HOME"] = request["folder"]
         tempfile.tempdir = request["folder"]
-    print(json.dumps(asyncio.run(play_all(runtime, Path(request["folder"]), request["env"], request["names"]))))
+    print(
+        json.dumps(
+            asyncio.run(
+                play_all(runtime, Path(request["folder"]), request["env"], request["names"])
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from tests.security.raw import News, recording
 
 @pytest.fixture(scope="module")
 def recorder(request, tmp_path_factory, tokenizer, tokenizer_folder):
-    """Yield a recorder that the tests of a module share, with its `OPTIONS`. Another session is answered in the end."""
+    """Yield a recorder that the tests of a module share, with its `OPTIONS`. Another session is
+    answered in the end."""
     folder = tmp_path_factory.mktemp("recorder")
     options = [option.format(folder=folder) for option in getattr(request.module, "OPTIONS", ())]
     with recording(folder, tokenizer, tokenizer_folder, *options) as recorder:

@@ -43,7 +43,9 @@ def address(recorder):
 
 
 def credentials(user="s1", password="x"):
-    return b"Proxy-Authorization: Basic " + base64.b64encode(f"{user}:{password}".encode()) + b"\r\n"
+    return (
+        b"Proxy-Authorization: Basic " + base64.b64encode(f"{user}:{password}".encode()) + b"\r\n"
+    )
 
 
 def plain(recorder):
@@ -61,7 +63,8 @@ def read(connection):
 
 
 def read_head(connection):
-    """Return a reply up to the end of its headers, or all that came before the end of the connection."""
+    """Return a reply up to the end of its headers, or all that came before the end of the
+    connection."""
     received = b""
     with suppress(ConnectionError):
         while not received.endswith(b"\r\n\r\n") and (byte := connection.recv(1)):
@@ -79,14 +82,17 @@ def ask(recorder, sent, read=read_head):
 def tunnel(recorder, authority, more=b"", user="s1"):
     """Return a connection in which CONNECT has succeeded."""
     connection = plain(recorder)
-    connection.sendall(b"CONNECT " + authority.encode() + b" HTTP/1.1\r\n" + credentials(user) + b"\r\n" + more)
+    connection.sendall(
+        b"CONNECT " + authority.encode() + b" HTTP/1.1\r\n" + credentials(user) + b"\r\n" + more
+    )
     head = read_head(connection)
     assert head.startswith(b"HTTP/1.1 200"), head
     return connection
 
 
 def over_tls(connection, recorder, sni, alpn=("http/1.1",)):
-    """Return a connection of TLS that was made through `connection`. The name in the certificate is not compared."""
+    """Return a connection of TLS that was made through `connection`. The name in the certificate is
+    not compared."""
     context = ssl.create_default_context(cafile=recorder.confdir / "mitmproxy-ca-cert.pem")
     context.check_hostname = False
     context.set_alpn_protocols(list(alpn))
@@ -96,14 +102,18 @@ def over_tls(connection, recorder, sni, alpn=("http/1.1",)):
 def call(text="Hello", user="s1", **fields):
     """Return the bytes of a model call without a tunnel."""
     body = json.dumps({**HELLO, "messages": [{"role": "user", "content": text}], **fields}).encode()
-    head = b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials(user)
+    head = (
+        b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n"
+        + credentials(user)
+    )
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 def upgrade(url, user="s1", more=b""):
     """Return the bytes that ask for a WebSocket."""
     head = (
-        f"GET http://{url} HTTP/1.1\r\nHost: {url.partition('/')[0]}\r\nConnection: upgrade\r\nUpgrade: websocket\r\n"
+        f"GET http://{url} HTTP/1.1\r\nHost: {url.partition('/')[0]}\r\nConnection:"
+        " upgrade\r\nUpgrade: websocket\r\n"
     )
     key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
     return head.encode() + key + credentials(user) + more + b"\r\n"
@@ -111,7 +121,8 @@ def upgrade(url, user="s1", more=b""):
 
 @contextmanager
 def listening(host="127.0.0.1", port=0, answer=b"", certificate=None):
-    """Yield a server that answers each connection with `answer`, after the first bytes, and keeps what it received."""
+    """Yield a server that answers each connection with `answer`, after the first bytes, and keeps
+    what it received."""
     server = Server(host, port, answer, certificate)
     yield server
     server.close()
@@ -141,7 +152,10 @@ class Server:
     def _answer(self, connection):
         position = len(self.connections)
         self.connections.append(b"")
-        with suppress(OSError), self._tls.wrap_socket(connection, True) if self._tls else connection as connection:
+        with (
+            suppress(OSError),
+            self._tls.wrap_socket(connection, True) if self._tls else connection as connection,
+        ):
             while data := connection.recv(65536):
                 if not self.connections[position]:
                     connection.sendall(self.answer)

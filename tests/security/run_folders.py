@@ -55,7 +55,9 @@ ROWS = {
 
 def sound_run(run: Path) -> Path:
     """Write a run that has rows in each table, two sessions, and files beside them."""
-    first = make_call("a", [1], [2], reply=says("look", "ls"), messages='[{"role": "user", "content": "go"}]')
+    first = make_call(
+        "a", [1], [2], reply=says("look", "ls"), messages='[{"role": "user", "content": "go"}]'
+    )
     then = make_call("b", [3], [4, 5], after=first, finished_at=START, engine=ENGINE)
     write_run(
         run,
@@ -63,7 +65,9 @@ def sound_run(run: Path) -> Path:
         then,
         make_call("c", [7], [8], session_id="t"),
         Event(kind="call_started", session_id="s", call_id="a", at=START),
-        make_session(evidence={"tests": {"one": "passed"}}, parts={"style": 0.5}, suspicions={"rule": 1}),
+        make_session(
+            evidence={"tests": {"one": "passed"}}, parts={"style": 0.5}, suspicions={"rule": 1}
+        ),
         make_session("t", reward=0.0),
         Routing(session_id="s", call_id="a", layers=1, top_k=1, experts=b"\0"),
         Score("s", "a", "teacher", "model", [-1.0]),
@@ -141,7 +145,9 @@ def commands(run: Path, out: Path) -> dict[str, Callable[[], object]]:
         finally:
             reader.close()
 
-    exports = {to: lambda to=to: command("export", run, "--to", to, "--out", out / to) for to in FORMATS}
+    exports = {
+        to: lambda to=to: command("export", run, "--to", to, "--out", out / to) for to in FORMATS
+    }
     return {
         "verify": lambda: verify(run),
         "repair": lambda: verify_run(run, lambda *_: None, repair=True),
@@ -164,7 +170,8 @@ FORMATS = ("parquet", "atif", "messages")
 
 
 def attempt(read: Callable[[], object], size: int = 0) -> str | None:
-    """Read a run. Return what the user is told of it, or None when it was read; other errors are raised."""
+    """Read a run. Return what the user is told of it, or None when it was read; other errors are
+    raised."""
     try:
         with limited(CPU_SECONDS + size / 1e6):
             read()

@@ -1,4 +1,5 @@
-"""An agent sends much, or little that becomes much: bodies, prompts, compressed bytes, JSON, unfinished requests."""
+"""An agent sends much, or little that becomes much: bodies, prompts, compressed bytes, JSON,
+unfinished requests."""
 
 import gzip
 import json
@@ -26,7 +27,8 @@ OPTIONS = ["rolltap_allow=127.0.0.3:*"]
 
 @pytest.fixture
 def peak(recorder):
-    """Return a function that tells how much more memory the recorder has had than at the start of the test."""
+    """Return a function that tells how much more memory the recorder has had than at the start of
+    the test."""
     process = Path("/proc", str(recorder.process.pid))
     (process / "clear_refs").write_text("5")  # the peak begins again at what is used now
     before = resident(process, "VmRSS")
@@ -40,7 +42,9 @@ def bounded(peak):
 
 
 def resident(process, name):
-    (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith(name)]
+    (line,) = [
+        line for line in (process / "status").read_text().splitlines() if line.startswith(name)
+    ]
     return int(line.split()[1]) * 1024
 
 
@@ -48,8 +52,14 @@ bounded_memory = pytest.mark.usefixtures("bounded")
 
 
 HEADS = {
-    "no credentials": (b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n", 407),
-    "not served": (b"POST http://evil.example/x HTTP/1.1\r\nHost: evil.example\r\n" + credentials(), 404),
+    "no credentials": (
+        b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n",
+        407,
+    ),
+    "not served": (
+        b"POST http://evil.example/x HTTP/1.1\r\nHost: evil.example\r\n" + credentials(),
+        404,
+    ),
     "too long": (call().partition(b"Content-Length")[0], 413),
 }
 
@@ -109,7 +119,10 @@ def test_a_body_that_cannot_be_decompressed_is_refused_in_the_words_of_the_api(r
 
 @bounded_memory
 def test_what_waits_behind_a_request_is_bounded(recorder, news):
-    chunked = b"POST http://a.example/ HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5;"
+    chunked = (
+        b"POST http://a.example/ HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding:"
+        b" chunked\r\n\r\n5;"
+    )
     for head in (b"GET http://a.example/", chunked):
         assert ask(recorder, head + b"x" * 70_000, read).startswith(b"HTTP/1.1 431")
     assert len(news("refused")) == 2
@@ -126,7 +139,10 @@ def test_a_large_reply_of_an_allowed_host_passes_by(recorder):
         with upstream:
             read_head(upstream)
 
-            pieces = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, *[bytes(MEGABYTE)] * 300]
+            pieces = [
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size,
+                *[bytes(MEGABYTE)] * 300,
+            ]
             sender = threading.Thread(target=lambda: [upstream.sendall(piece) for piece in pieces])
             sender.start()
             read_head(connection)
@@ -141,13 +157,18 @@ def test_events_and_uploads_pass_as_they_arrive(recorder):
     with socket.create_server(("127.0.0.3", 0)) as server, plain(recorder) as connection:
         port = server.getsockname()[1]
         target = b"http://127.0.0.3:%d/ HTTP/1.1\r\nHost: 127.0.0.3\r\n" % port
-        connection.sendall(b"POST " + target + credentials() + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        connection.sendall(
+            b"POST " + target + credentials() + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+        )
         upstream, _ = server.accept()
         with upstream:
             upstream.settimeout(60)
             read_head(upstream)
             assert upstream.recv(100) == b"5\r\nhello\r\n"  # the request is not complete
-            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = (
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding:"
+                b" chunked\r\n\r\n"
+            )
             upstream.sendall(head + b"9\r\ndata: 1\n\n\r\n")
             assert read_head(connection).startswith(b"HTTP/1.1 200")
             assert connection.recv(100) == b"9\r\ndata: 1\n\n\r\n"  # the reply is not complete
@@ -157,19 +178,25 @@ def test_events_and_uploads_pass_as_they_arrive(recorder):
 def test_a_model_call_in_chunks_is_answered(recorder):
     body = json.dumps(HELLO).encode()
     with recorder.client() as client:
-        answered = client.post(CHAT, content=iter([body[:7], body[7:]]), headers={"content-type": "application/json"})
+        answered = client.post(
+            CHAT, content=iter([body[:7], body[7:]]), headers={"content-type": "application/json"}
+        )
     assert answered.json()["choices"][0]["message"]["content"] == "Hi."
 
 
 BOMB = b'{"model":"m","messages":[' + b",".join([b"[]"] * (32 * MEGABYTE // 3 - 10)) + b"]}"
-NUMBERS = b'{"model":"m","messages":[],"tools":[{"parameters":{"enum":[' + b"1," * 8_000_000 + b"1]}}]}"
+NUMBERS = (
+    b'{"model":"m","messages":[],"tools":[{"parameters":{"enum":[' + b"1," * 8_000_000 + b"1]}}]}"
+)
 
 
 @pytest.mark.parametrize("body", [BOMB, NUMBERS], ids=["lists", "numbers"])
 def test_json_of_millions_of_values_is_not_parsed(recorder, peak, body):
     with recorder.client() as client:
         for _ in range(3):
-            refused = client.post(CHAT, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+            refused = client.post(
+                CHAT, content=gzip.compress(body), headers={"content-encoding": "gzip"}
+            )
             assert refused.status_code == 413
             assert "more than 500,000 values" in refused.json()["error"]["message"]
     assert peak() < 200 * MEGABYTE
@@ -186,12 +213,18 @@ def test_slow_decompression_keeps_no_other_session_waiting(recorder):
         ends = [threads.submit(read_head, connection) for connection in attacks]
         answered = 0
         while not all(end.done() for end in ends):
-            with recorder.client(f"fresh{answered}") as other:  # its first request also reads its rows
+            with recorder.client(
+                f"fresh{answered}"
+            ) as other:  # its first request also reads its rows
                 assert other.post(CHAT, json=HELLO).status_code == 200
             answered += 1
     assert answered > 3
     # not JSON; or, on a slow machine, no room for it in time, for the session or for all
-    assert {end.result()[:12] for end in ends} <= {b"HTTP/1.1 400", b"HTTP/1.1 429", b"HTTP/1.1 503"}
+    assert {end.result()[:12] for end in ends} <= {
+        b"HTTP/1.1 400",
+        b"HTTP/1.1 429",
+        b"HTTP/1.1 503",
+    }
 
 
 def test_unfinished_bodies_of_a_session_share_a_bounded_memory(recorder, peak):
@@ -222,15 +255,22 @@ def test_a_long_model_name_is_refused_and_written_nowhere(recorder, news):
         refused = client.post(CHAT, json={**HELLO, "model": "M" * MEGABYTE})
         assert refused.status_code == 400
         path = "/v1beta/models/" + "m" * 60_000 + ":generateContent"
-        assert client.post(f"https://generativelanguage.googleapis.com{path}", json={}).status_code == 400
+        assert (
+            client.post(f"https://generativelanguage.googleapis.com{path}", json={}).status_code
+            == 400
+        )
     assert len(news("rejected")) == 2
     assert all(len(event["path"]) < 600 for event in recorder.rows("events"))
 
 
 LONG = {
-    "words": [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 180_000}],
+    "words": [
+        {"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 180_000}
+    ],
     "one word": [{"role": "user", "content": "abcdefghij" * 800_000}],
-    "characters of several code points": [{"role": "user", "content": "a" + "\u0301\u0323" * 1_000_000}],
+    "characters of several code points": [
+        {"role": "user", "content": "a" + "\u0301\u0323" * 1_000_000}
+    ],
     "special tokens": [{"role": "user", "content": "<|im_end|>" * 800_000}],
     "messages": [{"role": "system", "content": ""}] * 200_000,
 }
@@ -239,7 +279,11 @@ LONG = {
 @pytest.mark.parametrize("kind", cases(LONG, 0, 3, 4))
 def test_a_long_prompt_is_refused_while_other_sessions_are_answered(recorder, kind):
     long = {"model": "m", "messages": LONG[kind]}
-    with recorder.client("long") as attacker, recorder.client("s2") as other, ThreadPoolExecutor() as threads:
+    with (
+        recorder.client("long") as attacker,
+        recorder.client("s2") as other,
+        ThreadPoolExecutor() as threads,
+    ):
         attacks = [threads.submit(attacker.post, CHAT, json=long) for _ in range(3)]
         while not all(attack.done() for attack in attacks):
             assert other.post(CHAT, json=HELLO).status_code == 200
@@ -262,7 +306,9 @@ def test_a_body_that_comes_before_its_connection_is_bounded(start, tmp_path):
     recorder = start(scripts=["-s", script])
     piece = b"x" * (1 << 20)
     with plain(recorder) as connection, suppress(ConnectionError):
-        connection.sendall(call().partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % (100 << 20))
+        connection.sendall(
+            call().partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % (100 << 20)
+        )
         for _ in range(100):
             connection.sendall(piece)
     recorder.stop()

@@ -46,14 +46,17 @@ class OfImage(ContainerRuntime):
         with scratch_folder() as root:
             mounts = fill(root)
             root.chmod(0o755)
-            packed = subprocess.run(["tar", "-C", root, "-c", "."], check=True, capture_output=True).stdout
+            packed = subprocess.run(
+                ["tar", "-C", root, "-c", "."], check=True, capture_output=True
+            ).stdout
         command = ["docker", "import", "-", "localhost/rolltap-test"]
         subprocess.run(command, input=packed, check=True, stdout=subprocess.DEVNULL)
         return super().box(replace(spec, image="localhost/rolltap-test", mounts=mounts))
 
 
 def fill(root: Path) -> list[Mount]:
-    """Make the few files of a system whose programs are this machine's. Return the mounts that it needs."""
+    """Make the few files of a system whose programs are this machine's. Return the mounts that it
+    needs."""
     for folder in ("etc", "tmp"):
         (root / folder).mkdir()
     (root / "etc" / "passwd").write_text("agent:x:0:0::/home/agent:/bin/sh\n")
@@ -70,7 +73,8 @@ def docker_container():
 
 
 def behind_ssh():
-    """Return sandboxes behind ssh. The machine is this one: its files and processes are as near as can be."""
+    """Return sandboxes behind ssh. The machine is this one: its files and processes are as near as
+    can be."""
     folder = Path(tempfile.mkdtemp(prefix="machine-"))
     atexit.register(remove_folder, folder)
     return SshMachine(folder).runtime()
@@ -79,7 +83,11 @@ def behind_ssh():
 BOXES = {
     f"sandbox of {ME}": (sandbox, ME, list(SCRIPTS)),
     "container": (container, ME, list(SCRIPTS) if DEEP else ONE_OF_EACH),
-    "container of Docker": (docker_container, ME, list(SCRIPTS) if DEEP else ["disturb the first process of its box"]),
+    "container of Docker": (
+        docker_container,
+        ME,
+        list(SCRIPTS) if DEEP else ["disturb the first process of its box"],
+    ),
     "sandbox of nobody": (sandbox, "nobody", list(SCRIPTS)),
     "sandbox behind ssh": (behind_ssh, ME, list(SCRIPTS)),
 }
@@ -97,9 +105,11 @@ def in_each_box(names):
 
 @pytest.fixture(scope="module")
 def played(request):
-    """Return a function that plays all scripts in a box, once, and returns the machine and how each script ended.
+    """Return a function that plays all scripts in a box, once, and returns the machine and how each
+    script ended.
 
-    The box is no parameter of the fixture: pytest makes such a fixture anew for each pair of parameters of a test.
+    The box is no parameter of the fixture: pytest makes such a fixture anew for each pair of
+    parameters of a test.
     """
     with ExitStack() as stack:
 
@@ -117,8 +127,14 @@ def played(request):
             folder.chmod(0o755)
             machine = stack.enter_context(world(folder))
             # the rest of a container's system is its own copy
-            env = machine.env if make in (sandbox, behind_ssh) else {**machine.env, "SYSTEM": "/usr /usr/bin"}
-            return machine, run_as(user, folder / "boxes", f"{__name__}:{make.__name__}", env, names)
+            env = (
+                machine.env
+                if make in (sandbox, behind_ssh)
+                else {**machine.env, "SYSTEM": "/usr /usr/bin"}
+            )
+            return machine, run_as(
+                user, folder / "boxes", f"{__name__}:{make.__name__}", env, names
+            )
 
         yield play_in
 

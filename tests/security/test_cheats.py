@@ -1,4 +1,5 @@
-"""Cheats of agents' programs that a judge runs, and of new files that a judge's programs would take as its own."""
+"""Cheats of agents' programs that a judge runs, and of new files that a judge's programs would take
+as its own."""
 
 import shutil
 import sys
@@ -30,7 +31,10 @@ async def test_a_link_to_what_the_judge_lays_out_is_not_applied(tmp_path, how, p
     for name, target in LINKS[how].items():
         (left.workspace / name).symlink_to(target)
     (left.workspace / "data").symlink_to("data.txt")
-    spec = shell("cmp data data.txt && cmp out.txt tests/hidden.txt || exit 1", tests=str(tmp_path / "hidden"))
+    spec = shell(
+        "cmp data data.txt && cmp out.txt tests/hidden.txt || exit 1",
+        tests=str(tmp_path / "hidden"),
+    )
     judged = await left.judge({**spec, "paths": ["**"]})
     assert judged.reward == 0.0, left.log
     assert "out.txt: symlink" in judged.evidence["refused"]
@@ -41,7 +45,10 @@ async def test_a_link_to_what_the_judge_lays_out_is_not_applied(tmp_path, how, p
 
 
 ADD = "def add(a, b): return a - b\n"
-UNITS = "import unittest, calc\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(calc.add(2, 2), 4)\n"
+UNITS = (
+    "import unittest, calc\nclass T(unittest.TestCase):\n    def test(self):"
+    " self.assertEqual(calc.add(2, 2), 4)\n"
+)
 EXITS = "import os\nos._exit(0)\n"
 MAKEFILE = """CHECKS = one two.ok
 -include local.mk
@@ -58,14 +65,26 @@ NODE += "test('it', () => assert.equal(fs.readFileSync('answer', 'utf8'), '4\\n'
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider"
 TOX = "#!/bin/sh\ngrep -q commands= setup.cfg || exec grep -qx 4 answer\n"
 RUNNERS = {
-    "a file with the name of make's target": ("make -s test || exit 1", {"Makefile": MAKEFILE}, {"test": ""}),
-    "a folder with the name of make's target": ("make -s test || exit 1", {"Makefile": MAKEFILE}, {"test/a": ""}),
+    "a file with the name of make's target": (
+        "make -s test || exit 1",
+        {"Makefile": MAKEFILE},
+        {"test": ""},
+    ),
+    "a folder with the name of make's target": (
+        "make -s test || exit 1",
+        {"Makefile": MAKEFILE},
+        {"test/a": ""},
+    ),
     "a target that a variable names": (
         "make -s one two.ok || exit 1",
         {"Makefile": MAKEFILE},
         {"one": "", "two.ok": ""},
     ),
-    "a target by a pattern": ("make -s all.done || exit 1", {"Makefile": MAKEFILE}, {"all.done": ""}),
+    "a target by a pattern": (
+        "make -s all.done || exit 1",
+        {"Makefile": MAKEFILE},
+        {"all.done": ""},
+    ),
     "an included file": (
         "make -s test || exit 1",
         {"Makefile": MAKEFILE},
@@ -99,7 +118,11 @@ RUNNERS = {
         {"tools/__main__.py": f"import sys; sys.path += ['.']\n{UNITS}unittest.main()\n"},
         {"tools/unittest.py": EXITS},
     ),
-    "the module of unittest": ("python3 -m unittest -q check_suite", {"check_suite.py": UNITS}, {"check_suite.py": ""}),
+    "the module of unittest": (
+        "python3 -m unittest -q check_suite",
+        {"check_suite.py": UNITS},
+        {"check_suite.py": ""},
+    ),
     "a package in place of the module of unittest": (
         "python3 -m unittest -q check_suite",
         {"check_suite.py": UNITS},
@@ -139,12 +162,18 @@ RUNNERS = {
         {"package.json": "{}", "src/a.spec.mjs": NODE, "src/b-test.mjs": NODE},
         {"src/b-test.mjs": "", "src/a.test.mjs": ""},
     ),
-    "settings of tox": ("sh ./run-tox.sh || exit 1", {"run-tox.sh": TOX}, {"setup.cfg": "[testenv]\ncommands=true\n"}),
+    "settings of tox": (
+        "sh ./run-tox.sh || exit 1",
+        {"run-tox.sh": TOX},
+        {"setup.cfg": "[testenv]\ncommands=true\n"},
+    ),
 }
 SOLVED = {"calc.py": ADD.replace("-", "+"), "answer": "4\n"}
 
 
-@pytest.mark.parametrize("what", RUNNERS if DEEP else [list(RUNNERS)[i] for i in (0, 2, 4, 6, 11, 15, 17)])
+@pytest.mark.parametrize(
+    "what", RUNNERS if DEEP else [list(RUNNERS)[i] for i in (0, 2, 4, 6, 11, 15, 17)]
+)
 async def test_a_path_that_a_runner_takes_as_its_own_is_not_the_agents(tmp_path, what):
     script, files, cheat = RUNNERS[what]
     if not shutil.which(script.split()[0]):
@@ -153,24 +182,30 @@ async def test_a_path_that_a_runner_takes_as_its_own_is_not_the_agents(tmp_path,
     spec = shell(script, timeout=60)
     judged = await left.judge(spec)
     assert judged.reward == 0.0, left.log
-    assert {path for path in cheat if any(line.startswith(path) for line in judged.evidence["refused"])}
+    assert {
+        path for path in cheat if any(line.startswith(path) for line in judged.evidence["refused"])
+    }
     left.do(SOLVED)
     assert (await left.judge(spec)).reward == 1.0, left.log
 
 
 TELLS = "cat /hidden/expected.txt tests/expected.txt 2> /dev/null || echo 5\n"
 REWRITES = (
-    "echo 5; (until test -e before; do sleep 0.01; done; while sleep 0.01; do echo 4 > out.txt; done) "
-    "> /dev/null 2>&1 &\n"
+    "echo 5; (until test -e before; do sleep 0.01; done; while sleep 0.01; do echo 4 > out.txt;"
+    " done) > /dev/null 2>&1 &\n"
 )
 """It begins when the judge has: what a program writes before that is its answer."""
-WAITS = "cp out.txt before; for i in 1 2 3 4 5; do cmp -s out.txt before || exit 0; sleep 0.02; done"
+WAITS = (
+    "cp out.txt before; for i in 1 2 3 4 5; do cmp -s out.txt before || exit 0; sleep 0.02; done"
+)
 
 
 @sandboxed
 @pytest.mark.parametrize("program", [TELLS, REWRITES], ids=["tells", "rewrites"])
 @pytest.mark.parametrize("place", ["/hidden", "tests"])
-async def test_a_program_that_is_run_before_the_judge_sees_none_of_its_files_and_has_ended(tmp_path, place, program):
+async def test_a_program_that_is_run_before_the_judge_sees_none_of_its_files_and_has_ended(
+    tmp_path, place, program
+):
     hidden = tmp_path / "hidden"
     if place == "tests":
         write(hidden, {"tests/expected.txt": "4\n"})
@@ -188,11 +223,14 @@ async def test_a_program_that_is_run_before_the_judge_sees_none_of_its_files_and
 
 async def test_what_is_planted_by_a_program_that_is_run_before_the_judge_is_not_applied(tmp_path):
     plants = (
-        "echo 4; echo 'test:' > Makefile; ln -s tests/expected.txt out.txt; mkdir tests; echo 5 > tests/expected.txt"
+        "echo 4; echo 'test:' > Makefile; ln -s tests/expected.txt out.txt; mkdir tests; echo 5 >"
+        " tests/expected.txt"
     )
     write(tmp_path / "hidden", {"tests/expected.txt": "4\n"})
     left = Left(
-        tmp_path, {"Makefile": "test:\n\tcmp out.txt tests/expected.txt\n", "main.sh": ""}, did={"main.sh": plants}
+        tmp_path,
+        {"Makefile": "test:\n\tcmp out.txt tests/expected.txt\n", "main.sh": ""},
+        did={"main.sh": plants},
     )
     spec = shell("make -s test || exit 1", tests=str(tmp_path / "hidden"), run=["sh", "main.sh"])
     judged = await left.judge(spec)
@@ -203,7 +241,9 @@ async def test_what_is_planted_by_a_program_that_is_run_before_the_judge_is_not_
 
 
 @pytest.mark.parametrize("runtime", [pytest.param(SandboxRuntime, marks=sandboxed), Container])
-async def test_a_shell_judge_ends_what_the_agents_program_left_before_it_compares(tmp_path, runtime):
+async def test_a_shell_judge_ends_what_the_agents_program_left_before_it_compares(
+    tmp_path, runtime
+):
     if runtime is Container:
         require_podman()
     left = Left(tmp_path, {"main.sh": ""}, runtime(), did={"main.sh": REWRITES})
@@ -211,13 +251,25 @@ async def test_a_shell_judge_ends_what_the_agents_program_left_before_it_compare
     spec = shell(judges, paths=["main.sh"], timeout=60)
     left.do({"main.sh": "echo 4\n"})
     assert (await left.judge(spec)).reward == 1.0, left.log
-    left.do({"main.sh": "echo 5; (sleep 600; echo 4 > out.txt) > /dev/null 2>&1 & sleep 600 > /dev/null 2>&1 &\n"})
-    judged = await left.judge(shell(f"{judges}; ls /proc | grep -c '^[0-9]'; exit 1", paths=["main.sh"], timeout=60))
+    left.do(
+        {
+            "main.sh": (
+                "echo 5; (sleep 600; echo 4 > out.txt) > /dev/null 2>&1 & sleep 600 > /dev/null"
+                " 2>&1 &\n"
+            )
+        }
+    )
+    judged = await left.judge(
+        shell(f"{judges}; ls /proc | grep -c '^[0-9]'; exit 1", paths=["main.sh"], timeout=60)
+    )
     assert (judged.reward, int(left.log.split()[-1]) <= 5) == (0.0, True), left.log
 
 
 async def test_a_function_judges_what_a_program_left_that_was_run_before(tmp_path, monkeypatch):
-    write(tmp_path / "modules", {"compares.py": "def judge(folder): return float((folder / 'out.txt').read_text())\n"})
+    write(
+        tmp_path / "modules",
+        {"compares.py": "def judge(folder): return float((folder / 'out.txt').read_text())\n"},
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     left = Left(tmp_path / "left", {"main.sh": "echo 0"}, did={"main.sh": "echo 0.5"})
     run = ["sh", "-c", "sh main.sh > out.txt"]
@@ -233,7 +285,9 @@ async def test_a_program_is_run_before_its_judge_in_a_container(tmp_path):
     write(tmp_path / "hidden", {"tests/expected.txt": "4\n"})
     left = Left(tmp_path, {"main.sh": ""}, Container(), did={"main.sh": TELLS})
     spec = shell(
-        f"{WAITS}; cmp out.txt tests/expected.txt", tests=str(tmp_path / "hidden"), paths=["main.sh", "out.txt"]
+        f"{WAITS}; cmp out.txt tests/expected.txt",
+        tests=str(tmp_path / "hidden"),
+        paths=["main.sh", "out.txt"],
     )
     spec["run"] = ["sh", "-c", "sh main.sh > out.txt"]
     assert (await left.judge(spec)).reward == 0.0, left.log

@@ -14,8 +14,34 @@ from tests.security.run_folders import ROWS, add_row, attempt, commands, sound_r
 NUMBER = 500 if DEEP else 20
 MOST_KIB = 1 << 20
 """Memory of the process that reads the folders, with all that it imports."""
-HOSTILE = [None, "", "\0", "[", "{}", "[]", "null", "\x1b[2J", '"\\ud800"', "[" * 5_000, "9" * 5_000, "a" * 100_000]
-HOSTILE += [-1, 0, 2**31 - 1, 1e308, -1e308, float("nan"), float("inf"), b"", b"\xff" * 9, [], [None], [2**31 - 1] * 99]
+HOSTILE = [
+    None,
+    "",
+    "\0",
+    "[",
+    "{}",
+    "[]",
+    "null",
+    "\x1b[2J",
+    '"\\ud800"',
+    "[" * 5_000,
+    "9" * 5_000,
+    "a" * 100_000,
+]
+HOSTILE += [
+    -1,
+    0,
+    2**31 - 1,
+    1e308,
+    -1e308,
+    float("nan"),
+    float("inf"),
+    b"",
+    b"\xff" * 9,
+    [],
+    [None],
+    [2**31 - 1] * 99,
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +81,9 @@ def number(chance, path):
 
 def mix(chance, path):
     """Give a file the contents of another."""
-    path.write_bytes(chance.choice(sorted(each for each in path.parent.iterdir() if each.is_file())).read_bytes())
+    path.write_bytes(
+        chance.choice(sorted(each for each in path.parent.iterdir() if each.is_file())).read_bytes()
+    )
 
 
 def repeat(chance, path):
@@ -83,7 +111,9 @@ def metadata(chance, path):
         values = json.loads((path.parent / "run.json").read_text())
     except ValueError:  # it is damaged already
         return
-    name = chance.choice([*values, "engines", "recorders", "left_behind", "merged_from", "schema_version"])
+    name = chance.choice(
+        [*values, "engines", "recorders", "left_behind", "merged_from", "schema_version"]
+    )
     values[name] = chance.choice([each for each in HOSTILE if not isinstance(each, bytes)])
     (path.parent / "run.json").write_text(json.dumps(values))
 
@@ -93,7 +123,23 @@ def used() -> int:
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
-DAMAGES = [flip, flip, cut, swap, swap, number, number, mix, repeat, garbage, value, value, value, value, metadata]
+DAMAGES = [
+    flip,
+    flip,
+    cut,
+    swap,
+    swap,
+    number,
+    number,
+    mix,
+    repeat,
+    garbage,
+    value,
+    value,
+    value,
+    value,
+    metadata,
+]
 
 
 @pytest.mark.parametrize("seed", range(NUMBER))

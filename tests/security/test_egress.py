@@ -1,4 +1,5 @@
-"""An agent tries to reach a host that it may not reach, or to speak another protocol with one that it may."""
+"""An agent tries to reach a host that it may not reach, or to speak another protocol with one that
+it may."""
 
 import socket
 from ipaddress import ip_address
@@ -8,10 +9,24 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from mitmproxy.certs import CertStore
 
-from tests.security.raw import News, call, credentials, listening, over_tls, plain, read, read_head, tunnel, upgrade
+from tests.security.raw import (
+    News,
+    call,
+    credentials,
+    listening,
+    over_tls,
+    plain,
+    read,
+    read_head,
+    tunnel,
+    upgrade,
+)
 
 SECRET = b"the weights of tomorrow"
-SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n\x81\x03abc"
+SWITCHED = (
+    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade:"
+    b" websocket\r\n\r\n\x81\x03abc"
+)
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
@@ -39,7 +54,13 @@ def test_a_dns_message_leaves_by_no_port(recorder, news, port):
 
 @pytest.mark.parametrize(
     "sent",
-    [SECRET, SECRET + b"\r\n\r\n", b"SSH-2.0-OpenSSH_9.0\r\n", bytes(range(256)), b"\x16\x03\x01" + SECRET],
+    [
+        SECRET,
+        SECRET + b"\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.0\r\n",
+        bytes(range(256)),
+        b"\x16\x03\x01" + SECRET,
+    ],
     ids=["bytes", "lines", "ssh", "binary", "nearly TLS"],
 )
 def test_what_is_not_http_leaves_by_no_tunnel(recorder, news, sent):
@@ -72,7 +93,9 @@ def test_a_name_of_this_machine_is_not_reached_by_a_pattern_that_matches_it(star
         assert replies[0] == replies[1]
         first, second = news()[-2:]
         assert first == second
-        assert f"which is not public: allow 127.0.0.1:{port}" in first[1].replace("::1", "127.0.0.1")
+        assert f"which is not public: allow 127.0.0.1:{port}" in first[1].replace(
+            "::1", "127.0.0.1"
+        )
     assert len(news()) == 4
 
 
@@ -113,7 +136,14 @@ def test_an_allowed_host_is_reached_by_its_own_name_only(recorder, news):
                 connection.sendall(request(host))
                 assert read(connection).endswith(b"\r\n\r\nok")
         assert len(outside.connections) == 3
-        wrong = ["evil.example", "127.0.0.3:1", "127.0.0.3.evil.example", f"{own}\r\nHost: evil.example", "@", "[::1"]
+        wrong = [
+            "evil.example",
+            "127.0.0.3:1",
+            "127.0.0.3.evil.example",
+            f"{own}\r\nHost: evil.example",
+            "@",
+            "[::1",
+        ]
         for host in wrong:
             with tunnel(recorder, own) as connection:
                 connection.sendall(request(host))
@@ -140,7 +170,9 @@ def test_the_name_in_tls_must_be_the_name_of_the_tunnel(recorder, news):
 
 
 @pytest.mark.parametrize(("owner", "status"), [("127.0.0.3", b"200"), ("127.0.0.4", b"502")])
-def test_a_host_must_own_the_certificate_of_the_name_that_is_allowed(recorder, tmp_path, owner, status):
+def test_a_host_must_own_the_certificate_of_the_name_that_is_allowed(
+    recorder, tmp_path, owner, status
+):
     store = CertStore.from_store(recorder.confdir, "mitmproxy", 2048)
     made = store.get_cert(None, [x509.IPAddress(ip_address(owner))])
     key = made.privatekey.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -154,7 +186,11 @@ def test_a_host_must_own_the_certificate_of_the_name_that_is_allowed(recorder, t
 
 def test_a_model_call_needs_no_name(recorder):
     with over_tls(tunnel(recorder, "api.openai.com:443"), recorder, "evil.example") as connection:
-        text = call().replace(b"http://api.openai.com/", b"/").replace(b"Host: api.openai.com", b"Host: other.example")
+        text = (
+            call()
+            .replace(b"http://api.openai.com/", b"/")
+            .replace(b"Host: api.openai.com", b"Host: other.example")
+        )
         connection.sendall(text)
         assert read_head(connection).startswith(b"HTTP/1.1 200")
     assert recorder.rows("events")[-1]["host"] == "api.openai.com"
@@ -178,7 +214,11 @@ def test_a_host_cannot_change_the_protocol(recorder, news, protocol):
 
 @pytest.mark.parametrize(
     "preface",
-    [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\n\r\n"],
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+    ],
     ids=["preface", "version", "tunnel in a tunnel"],
 )
 def test_a_tunnel_carries_http_1_and_no_other_tunnel(recorder, news, preface):
@@ -190,13 +230,19 @@ def test_a_tunnel_carries_http_1_and_no_other_tunnel(recorder, news, preface):
 
 
 def test_http_2_is_not_agreed_on(recorder):
-    with over_tls(tunnel(recorder, "a.example:443"), recorder, "a.example", ["h2", "http/1.1"]) as connection:
+    with over_tls(
+        tunnel(recorder, "a.example:443"), recorder, "a.example", ["h2", "http/1.1"]
+    ) as connection:
         assert connection.selected_alpn_protocol() == "http/1.1"
 
 
 def test_a_websocket_is_opened_to_no_host(recorder, news):
     with listening("127.0.0.3", answer=SWITCHED) as outside:
-        for target in (f"127.0.0.3:{outside.port}/", "api.openai.com/v1/responses", "api.openai.com/v1/realtime"):
+        for target in (
+            f"127.0.0.3:{outside.port}/",
+            "api.openai.com/v1/responses",
+            "api.openai.com/v1/realtime",
+        ):
             with plain(recorder) as connection:
                 connection.sendall(upgrade(target))
                 assert read_head(connection).startswith(b"HTTP/1.1 426")

@@ -1,4 +1,5 @@
-"""A session and its judge in real boxes: what of either was left behind reaches nothing in the other's phase."""
+"""A session and its judge in real boxes: what of either was left behind reaches nothing in the
+other's phase."""
 
 import json
 import shlex
@@ -64,15 +65,22 @@ def judged(hosts, tmp_path, tokenizer, tokenizer_folder):
     urls = json.dumps({name: f"http://{own(server)}/" for name, server in hosts.items()})
 
     async def judged(runtime, allow):
-        """Run a session and its judge. Return the row, what the judge's program was answered, and the events."""
+        """Run a session and its judge. Return the row, what the judge's program was answered, and
+        the events."""
         options = {"rolltap_allow": own(hosts["operator"])}
-        judge = {"kind": "command", "command": [sys.executable, "-c", ASK + SEE, urls], "allow": allow}
+        judge = {
+            "kind": "command",
+            "command": [sys.executable, "-c", ASK + SEE, urls],
+            "allow": allow,
+        }
         task = Task(id="t", instruction="go", judge=judge, allow=[own(hosts["agent"])])
         script = f"{ONE_CALL}; {shlex.join([sys.executable, '-c', ASK + LEAVE, urls])}"
         run = tmp_path / "run"
         with ScriptedEngine(tokenizer) as engine:
             engine.otherwise = lambda request: Say("Hi.")
-            with Recorder(run, engine=engine.url, model=tokenizer_folder, options=options) as recorder:
+            with Recorder(
+                run, engine=engine.url, model=tokenizer_folder, options=options
+            ) as recorder:
                 context = context_of(recorder, tmp_path, script, runtime, timeout=600)
                 await run_groups([Group(task, "g", ["g-0"])], context)
         row = load_sessions(run)["g-0"]
@@ -88,7 +96,9 @@ def own(server):
 
 
 @sandboxed
-async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_reach_none(judged, hosts, tmp_path):
+async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_reach_none(
+    judged, hosts, tmp_path
+):
     row, answers, events = await judged(SandboxRuntime(), [own(hosts["judge"])])
     assert (row.status, row.reward) == ("completed", 1.0)
     assert answers == {"operator": [404, 404], "agent": [404, 404], "judge": [200, 404]}
@@ -103,7 +113,9 @@ async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_rea
 
 
 @sandboxed
-async def test_a_judge_in_a_box_without_hosts_has_no_network_for_the_agents_credentials_either(judged, hosts):
+async def test_a_judge_in_a_box_without_hosts_has_no_network_for_the_agents_credentials_either(
+    judged, hosts
+):
     row, answers, _ = await judged(SandboxRuntime(), [])
     assert (row.status, row.reward) == ("completed", 1.0)
     assert {name for answer in answers.values() for name in answer} == {"no network"}

@@ -1,4 +1,5 @@
-"""Sessions and judges have hosts of their own: a program tries to reach those of another phase or session."""
+"""Sessions and judges have hosts of their own: a program tries to reach those of another phase or
+session."""
 
 import base64
 
@@ -27,7 +28,8 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory, tokenizer, tokenizer_folder, hosts):
-    """Yield a recorder with a secret, and the options of an agent and of the judge of what it left."""
+    """Yield a recorder with a secret, and the options of an agent and of the judge of what it
+    left."""
     folder = tmp_path_factory.mktemp("recorder")
     secret = folder / "secret"
     secret.touch(0o600)
@@ -58,7 +60,8 @@ def status(recorder, server, user, more=b"", key=None):
 
 
 def reached(recorder, hosts, user, **how):
-    """Return the names of the servers that a session reaches. Each other one is refused, and sees no connection."""
+    """Return the names of the servers that a session reaches. Each other one is refused, and sees
+    no connection."""
     names = set()
     for name, server in hosts.items():
         before = len(server.connections)
@@ -75,7 +78,9 @@ def events(recorder, user, kind):
     return [row for row in rows if (row["session_id"], row["kind"]) == (user, kind)]
 
 
-def test_each_phase_reaches_its_own_hosts_and_a_session_without_a_list_those_of_the_operator(recorder, hosts):
+def test_each_phase_reaches_its_own_hosts_and_a_session_without_a_list_those_of_the_operator(
+    recorder, hosts
+):
     for user, name in ((AGENT, "agent"), (JUDGE, "judge"), (OTHER, "operator")):
         before = len(events(recorder, user, "refused"))
         assert reached(recorder, hosts, user) == {name}
@@ -106,7 +111,8 @@ def test_no_header_gives_a_session_the_hosts_of_another_phase(recorder, hosts, h
 
 
 def test_a_tunnel_of_one_phase_takes_no_credentials_of_another(recorder, hosts):
-    """A tunnel is opened for any host, and each request in it is decided by the tunnel's session."""
+    """A tunnel is opened for any host, and each request in it is decided by the tunnel's
+    session."""
     host = own(hosts["judge"])
     before = len(hosts["judge"].connections)
     with plain(recorder) as connection:
@@ -123,7 +129,9 @@ def test_the_policy_answers_no_call_of_a_judge(recorder):
     for user, answer in ((JUDGE, b"HTTP/1.1 404"), (OTHER, b"HTTP/1.1 200")):
         with plain(recorder) as connection:
             sent = call(user=user)
-            connection.sendall(sent.replace(_basic(user, "x"), _basic(user, password(SECRET, user))))
+            connection.sendall(
+                sent.replace(_basic(user, "x"), _basic(user, password(SECRET, user)))
+            )
             assert read_head(connection).startswith(answer)
     assert JUDGE not in {row["session_id"] for row in recorder.rows("calls")}
 
@@ -133,9 +141,12 @@ def _basic(user, key):
 
 
 def test_what_has_ended_reaches_nothing_by_any_of_its_credentials(recorder, hosts):
-    """An agent can leave its credentials in its files, for its code that runs in the judge's box."""
+    """An agent can leave its credentials in its files, for its code that runs in the judge's
+    box."""
     SessionOptions(allow=(own(hosts["agent"]),)).write(recorder.run, "ended")
-    SessionOptions(allow=(own(hosts["judge"]),), model_calls=False).write(recorder.run, "ended/judge")
+    SessionOptions(allow=(own(hosts["judge"]),), model_calls=False).write(
+        recorder.run, "ended/judge"
+    )
     for user, name in (("ended", "agent"), ("ended/judge", "judge")):
         assert reached(recorder, hosts, user) == {name}
         with plain(recorder) as connection:

@@ -107,7 +107,9 @@ async def test_such_a_link_leads_to_nothing_of_the_machine_in_a_container(tmp_pa
     with suppress(OSError):
         async with ContainerRuntime().box(spec) as box:
             env = {"PATH": "/usr/bin:/bin"}
-            await box.run(["touch", "/workspace/link/planted/x"], env=env, timeout=60, log=tmp_path / "log")
+            await box.run(
+                ["touch", "/workspace/link/planted/x"], env=env, timeout=60, log=tmp_path / "log"
+            )
     assert not (tmp_path / "planted").exists()
 
 
@@ -125,7 +127,8 @@ async def test_a_variable_cannot_carry_an_option_of_the_sandbox(tmp_path, by):
 
 @pytest.fixture
 def private(tmp_path):
-    """Return the program of an environment that belongs to nobody's session, with a private file in it."""
+    """Return the program of an environment that belongs to nobody's session, with a private file in
+    it."""
     folder = tmp_path / "private"
     (folder / "bin").mkdir(parents=True)
     (folder / "lib" / "python3").mkdir(parents=True)
@@ -138,9 +141,14 @@ def private(tmp_path):
 
 
 @sandboxed
-@pytest.mark.parametrize("command", [["tool"], ["sh", "-c", 'exec "$@"', "sh", "tool"], ["{tool}"], ["./{tool}"]])
+@pytest.mark.parametrize(
+    "command", [["tool"], ["sh", "-c", 'exec "$@"', "sh", "tool"], ["{tool}"], ["./{tool}"]]
+)
 async def test_a_task_does_not_show_a_folder_by_its_path_or_its_command(tmp_path, private, command):
-    words = [word.replace("./{tool}", os.path.relpath(private)).replace("{tool}", str(private)) for word in command]
+    words = [
+        word.replace("./{tool}", os.path.relpath(private)).replace("{tool}", str(private))
+        for word in command
+    ]
     env = {"PATH": f"{private.parent}:/usr/bin:/bin"}
     try:
         said = await look(SandboxRuntime(), tmp_path, words, env=env)
@@ -150,7 +158,9 @@ async def test_a_task_does_not_show_a_folder_by_its_path_or_its_command(tmp_path
 
 
 @sandboxed
-async def test_the_operators_path_and_the_harness_show_their_programs(tmp_path, private, monkeypatch):
+async def test_the_operators_path_and_the_harness_show_their_programs(
+    tmp_path, private, monkeypatch
+):
     runtime = SandboxRuntime()
     runtime.show(Harness(name="h", program=str(private), headless=[]).program)
     assert "canary" in await look(runtime, tmp_path, [str(private)])
@@ -204,7 +214,9 @@ def by_common_folder(image, repository):
 def a_repository_that_ends_at(image, repository):
     git(image, "init", "--quiet", "--initial-branch=main")
     commit(image, "a", "a")
-    (image / ".git" / "refs" / "heads" / "main").write_text(git(repository, "rev-parse", "main") + "\n")
+    (image / ".git" / "refs" / "heads" / "main").write_text(
+        git(repository, "rev-parse", "main") + "\n"
+    )
 
 
 def by_alternates(image, repository):
@@ -229,7 +241,9 @@ BORROWED = [as_file, as_link, by_common_folder, by_alternates, by_linked_objects
 
 
 @pytest.mark.parametrize("borrow", BORROWED)
-async def test_the_checkout_of_an_image_has_no_history_of_a_repository_of_this_machine(tmp_path, borrow):
+async def test_the_checkout_of_an_image_has_no_history_of_a_repository_of_this_machine(
+    tmp_path, borrow
+):
     own = tmp_path / "own"
     own.mkdir()
     git(own, "init", "--quiet", "--initial-branch=main")

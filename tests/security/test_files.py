@@ -1,6 +1,8 @@
-"""Private files that lie around programs, among the system's, and in tool folders: a session's program looks for them.
+"""Private files that lie around programs, among the system's, and in tool folders: a session's
+program looks for them.
 
-Every place is attacked with all that a rollout hides: `Worker.fit` says what is private, a real box runs the program.
+Every place is attacked with all that a rollout hides: `Worker.fit` says what is private, a real box
+runs the program.
 """
 
 import os
@@ -24,10 +26,24 @@ from tests.boxes import make_spec, require_podman, sandboxed, spec_in
 from tests.deep import cases
 
 CANARY = f"canary-{secrets.token_hex(16)}"
-LOOK = 'echo begun; cat "$(dirname "$0")/../lib/python3/agent.py"; grep -rhs canary- {places}; ls -aR {places}'
+LOOK = (
+    'echo begun; cat "$(dirname "$0")/../lib/python3/agent.py"; grep -rhs canary- {places}; ls -aR'
+    " {places}"
+)
 """A program that reads its own library, and then all that it can find."""
-PRIVATE = ["key", "runs/this/events.jsonl", "runs/old/run.json", "tasks/tests/test_secret.py", "tasks/rows.jsonl"]
-PRIVATE += ["runs/old/events.jsonl", "tasks/start/private.py", "home/.ssh/id", "conf/mitmproxy-ca.pem"]
+PRIVATE = [
+    "key",
+    "runs/this/events.jsonl",
+    "runs/old/run.json",
+    "tasks/tests/test_secret.py",
+    "tasks/rows.jsonl",
+]
+PRIVATE += [
+    "runs/old/events.jsonl",
+    "tasks/start/private.py",
+    "home/.ssh/id",
+    "conf/mitmproxy-ca.pem",
+]
 """Files that no session may see wherever they are."""
 BESIDE = [".env", "src/app.py", "share/data.csv", "etc/settings"]
 """Files of the project in which a program is installed."""
@@ -51,7 +67,8 @@ def install(prefix, *, environment, places):
 
 @pytest.fixture
 def new_folder():
-    """Return a function that makes a folder below one of the system's, which is removed in the end."""
+    """Return a function that makes a folder below one of the system's, which is removed in the
+    end."""
     made = []
 
     def new_folder(parent):
@@ -68,10 +85,12 @@ def new_folder():
 
 @pytest.fixture
 def world(tmp_path, new_folder, monkeypatch):
-    """Return a function that lays out a project with private files, and returns what a rollout knows of it."""
+    """Return a function that lays out a project with private files, and returns what a rollout
+    knows of it."""
 
     def world(parent, prefix, *, environment=True, private=None, program="agent", tools=()):
-        # not below the temporary folder, which is hidden as a whole: nothing else would be seen to hide a file
+        # not below the temporary folder, which is hidden as a whole: nothing else would be seen to
+        # hide a file
         project = new_folder(parent)
         place = new_folder(private) if private else project
         for name in PRIVATE:
@@ -85,7 +104,14 @@ def world(tmp_path, new_folder, monkeypatch):
         start, source = place / "tasks" / "start", f"{place}/tasks/rows.jsonl, line 1"
         task = Task(id="t", instruction="go", workspace=start, judge=judge, source=source)
         worker = Worker(
-            RolloutConfig.of({"recorder": {"rolltap_engine_key_file": str(place / "key"), "confdir": f"{place}/conf"}}),
+            RolloutConfig.of(
+                {
+                    "recorder": {
+                        "rolltap_engine_key_file": str(place / "key"),
+                        "confdir": f"{place}/conf",
+                    }
+                }
+            ),
             harness=Harness(name="agent", program=program, headless=["{instruction}"]),
             engine="http://127.0.0.1:9",
             model="m",
@@ -114,14 +140,20 @@ LAYOUTS = {
     "an environment at the root of a project": ("/srv", ".", {}),
     "an environment at the root of a project of the system": ("/usr/local/share", ".", {}),
     "an environment with others": ("/usr/local", "envs/a", {}),
-    "a prefix in a package of the system": ("/opt", ".", {"environment": False, "private": "/usr/share"}),
+    "a prefix in a package of the system": (
+        "/opt",
+        ".",
+        {"environment": False, "private": "/usr/share"},
+    ),
     "a prefix in a project": ("/srv", "agent", {"environment": False}),
 }
 
 
 @sandboxed
 @pytest.mark.parametrize("name", cases(LAYOUTS, 0, 1, 2))
-async def test_a_program_sees_its_own_files_and_nothing_that_lies_around_them(world, tmp_path, name):
+async def test_a_program_sees_its_own_files_and_nothing_that_lies_around_them(
+    world, tmp_path, name
+):
     parent, prefix, how = LAYOUTS[name]
     made = world(parent, prefix, **how)
     if not how.get("environment", True):
@@ -129,18 +161,26 @@ async def test_a_program_sees_its_own_files_and_nothing_that_lies_around_them(wo
     said = await look(made, tmp_path)
     assert said.startswith("begun\na library\n")
     assert CANARY not in said
-    names = BESIDE if "private" in how else BESIDE + PRIVATE  # in a system's folder, a hidden file has its name
+    names = (
+        BESIDE if "private" in how else BESIDE + PRIVATE
+    )  # in a system's folder, a hidden file has its name
     assert not {Path(path).name for path in names} & set(said.split())
 
 
 @sandboxed
 @pytest.mark.parametrize("prefix", cases([".venv", "runs/this/.venv", "tasks/.venv"]))
-async def test_a_tool_folder_shows_what_it_has_but_nothing_that_is_private(world, tmp_path, prefix, monkeypatch):
+async def test_a_tool_folder_shows_what_it_has_but_nothing_that_is_private(
+    world, tmp_path, prefix, monkeypatch
+):
     made = world("/srv", prefix, tools=["."])
-    with pytest.raises(InputError, match=rf"the tool folder {made.project} contains {made.place}/home"):
+    with pytest.raises(
+        InputError, match=rf"the tool folder {made.project} contains {made.place}/home"
+    ):
         made.worker.fit([made.task])
     monkeypatch.setenv("HOME", "/nowhere")
-    made.worker.recorder.path = tmp_path / "run"  # those in the tool folder are known by their files
+    made.worker.recorder.path = (
+        tmp_path / "run"
+    )  # those in the tool folder are known by their files
     write(made.project / "runs" / "this" / "run.json")
     said = await look(made, tmp_path)
     assert said.startswith("begun\na library\n")
@@ -164,7 +204,9 @@ async def test_the_engines_key_is_hidden_however_it_is_named(world, tmp_path, mo
 
 @sandboxed
 @pytest.mark.parametrize("where", cases(["link", "absolute"]))
-async def test_a_program_outside_of_its_environment_shows_its_link_alone(world, tmp_path, where, monkeypatch):
+async def test_a_program_outside_of_its_environment_shows_its_link_alone(
+    world, tmp_path, where, monkeypatch
+):
     made = world("/srv", ".venv")
     link = made.project / "tools" / "agent"
     write(link.parent / "deploy")
@@ -191,7 +233,9 @@ async def test_a_program_that_another_one_starts_is_seen(world, tmp_path):
     made.worker.fit([made.task])
     async with made.worker.runtime.box(spec_in(tmp_path)) as box:
         env = {"PATH": os.environ["PATH"]}
-        await box.run(["sh", "-c", 'exec "$@"', "sh", "agent"], env=env, timeout=60, log=tmp_path / "log")
+        await box.run(
+            ["sh", "-c", 'exec "$@"', "sh", "agent"], env=env, timeout=60, log=tmp_path / "log"
+        )
     assert (tmp_path / "log").read_text().startswith("begun\na library\n")
 
 
@@ -199,14 +243,21 @@ async def test_a_program_that_another_one_starts_is_seen(world, tmp_path):
 def test_a_rollout_whose_program_would_be_hidden_does_not_start(world, monkeypatch):
     made = world("/usr/local", "tasks/start", environment=False)
     program = made.project / "tasks" / "start" / "bin" / "agent"
-    with pytest.raises(InputError, match=rf"the program {program} is in {made.project}/tasks/start, which .*elsewhere"):
+    with pytest.raises(
+        InputError,
+        match=rf"the program {program} is in {made.project}/tasks/start, which .*elsewhere",
+    ):
         made.worker.fit([made.task])
     made.worker.runtime.tools = [made.project / "tasks" / "tests"]
-    with pytest.raises(InputError, match=rf"a session needs {made.project}/tasks/tests, and must not see it"):
+    with pytest.raises(
+        InputError, match=rf"a session needs {made.project}/tasks/tests, and must not see it"
+    ):
         made.worker.fit([made.task])
 
 
-async def test_a_container_shows_a_tool_in_a_hidden_folder_of_another_tool_and_nothing_else_of_it(tmp_path):
+async def test_a_container_shows_a_tool_in_a_hidden_folder_of_another_tool_and_nothing_else_of_it(
+    tmp_path,
+):
     require_podman()
     for name in ("top/runs/file", "top/runs/env/bin/file", "top/runs/env/key", "top/seen"):
         write(tmp_path / name, name)
@@ -214,8 +265,14 @@ async def test_a_container_shows_a_tool_in_a_hidden_folder_of_another_tool_and_n
     runtime = ContainerRuntime(tools=[top, top / "runs" / "env"])
     runtime.hide([top / "runs", top / "runs" / "env" / "key"])
     async with runtime.box(make_spec(tmp_path)) as box:
-        command = ["sh", "-c", f"grep -rhs . {top}; ls -R {top}/runs; touch {top}/runs/x {top}/runs/env/x"]
-        ended = await box.run(command, env={"PATH": "/usr/bin:/bin"}, timeout=60, log=tmp_path / "log")
+        command = [
+            "sh",
+            "-c",
+            f"grep -rhs . {top}; ls -R {top}/runs; touch {top}/runs/x {top}/runs/env/x",
+        ]
+        ended = await box.run(
+            command, env={"PATH": "/usr/bin:/bin"}, timeout=60, log=tmp_path / "log"
+        )
     said = (tmp_path / "log").read_text()
     assert sorted(line for line in said.splitlines() if line.startswith("top/")) == [
         "top/runs/env/bin/file",

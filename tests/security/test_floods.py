@@ -1,4 +1,5 @@
-"""An agent, or a server of its own, sends many tiny pieces, each of which costs the recorder more than its bytes."""
+"""An agent, or a server of its own, sends many tiny pieces, each of which costs the recorder more
+than its bytes."""
 
 import json
 import os
@@ -10,7 +11,17 @@ import pytest
 
 from tests.deep import cases
 from tests.recorder_process import HELLO
-from tests.security.raw import address, ask, call, credentials, listening, plain, read, read_head, tunnel
+from tests.security.raw import (
+    address,
+    ask,
+    call,
+    credentials,
+    listening,
+    plain,
+    read,
+    read_head,
+    tunnel,
+)
 
 MEGABYTE = 1 << 20
 CHUNKED = call().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -53,7 +64,9 @@ def unread(recorder, connection):
 
 @pytest.mark.parametrize("in_tunnel", [False, True], ids=["proxy", "tunnel"])
 def test_a_client_hello_is_bounded(recorder, news, in_tunnel):
-    hello = b"".join(RECORD + bytes([byte]) for byte in b"\x01\xff\xff\xff") + (RECORD + b"\0") * (MEGABYTE // 6)
+    hello = b"".join(RECORD + bytes([byte]) for byte in b"\x01\xff\xff\xff") + (RECORD + b"\0") * (
+        MEGABYTE // 6
+    )
     with tunnel(recorder, "a.example:443") if in_tunnel else plain(recorder) as connection:
         send(connection, hello)
     ((_, detail),) = news()
@@ -76,11 +89,15 @@ def test_only_few_chunks_of_one_byte_are_a_body(recorder, news):
     assert [detail for _, detail in news()] == ["too many chunks of less than 16 bytes"]
 
 
-@pytest.mark.parametrize("line", [b"A: b\rC: d", b"A: b\0", b"A: b\r\n folded"], ids=["CR", "NUL", "folded"])
+@pytest.mark.parametrize(
+    "line", [b"A: b\rC: d", b"A: b\0", b"A: b\r\n folded"], ids=["CR", "NUL", "folded"]
+)
 def test_a_value_with_a_line_break_or_a_nul_is_refused(recorder, news, line):
     head = b"GET http://a.example/ HTTP/1.1\r\n" + line + b"\r\n" + credentials() + b"\r\n"
     assert ask(recorder, head).startswith(b"HTTP/1.1 400")
-    assert [detail for _, detail in news()] == ["a path or the value of a header has a line break or a NUL"]
+    assert [detail for _, detail in news()] == [
+        "a path or the value of a header has a line break or a NUL"
+    ]
 
 
 def test_the_endpoint_talks_to_nobody_but_the_proxy(recorder):
@@ -100,18 +117,30 @@ SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade:
 HEADERS = "more than 65536 bytes of headers, or behind a message"
 FLOODS = {
     "header lines": (OK + b"a: b\r\n" * MEGABYTE, HEADERS),
-    "chunks": (IN_CHUNKS + b"1\r\nx\r\n" * (MEGABYTE // 2), "too many chunks of less than 16 bytes"),
+    "chunks": (
+        IN_CHUNKS + b"1\r\nx\r\n" * (MEGABYTE // 2),
+        "too many chunks of less than 16 bytes",
+    ),
     "headers": (OK + b"a: b\r\n" * 200 + b"\r\n", "200 headers, the limit is 100"),
     "a header without end": (OK + b"a: " + b"b" * MEGABYTE, HEADERS),
-    "a chunk line": (IN_CHUNKS + b"1;" + b" " * 60_000 + b"\n\r\nx\r\n", "the body breaks HTTP/1.1"),
+    "a chunk line": (
+        IN_CHUNKS + b"1;" + b" " * 60_000 + b"\n\r\nx\r\n",
+        "the body breaks HTTP/1.1",
+    ),
     "a chunk line without end": (IN_CHUNKS + b"1;" + b" " * MEGABYTE, HEADERS),
     "trailers": (IN_CHUNKS + b"0\r\n" + b"a: b\r\n" * MEGABYTE, HEADERS),
-    "interim replies": (b"HTTP/1.1 103 Early Hints\r\n\r\n" * MEGABYTE, "more than 100 interim replies"),
+    "interim replies": (
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" * MEGABYTE,
+        "more than 100 interim replies",
+    ),
     "a change of protocol": (SWITCHED + b"\r\n" + b"\x89\0" * MEGABYTE, "a change to websocket"),
     "another protocol": (b"SSH-2.0-OpenSSH_9.0\r\n\r\n", "not an HTTP/1.1 reply"),
     "another version": (b"HTTP/2.0 200 OK\r\n\r\n", "HTTP/2.0 is not served"),
     "two lengths": (IN_CHUNKS[:-2] + b"Content-Length: 1\r\n\r\n", "message with both"),
-    "a value with a NUL": (OK + b"a: \0\r\n\r\n", "a path or the value of a header has a line break or a NUL"),
+    "a value with a NUL": (
+        OK + b"a: \0\r\n\r\n",
+        "a path or the value of a header has a line break or a NUL",
+    ),
 }
 
 
@@ -120,7 +149,9 @@ def test_a_flood_of_an_allowed_host_costs_that_exchange(recorder, news, kind):
     answer, why = FLOODS[kind]
     with listening("127.0.0.3", answer=answer) as outside:
         own = f"127.0.0.3:{outside.port}"
-        plainly = f"GET http://{own}/ HTTP/1.1\r\nHost: {own}\r\n".encode() + credentials() + b"\r\n"
+        plainly = (
+            f"GET http://{own}/ HTTP/1.1\r\nHost: {own}\r\n".encode() + credentials() + b"\r\n"
+        )
         reply = ask(recorder, plainly, read)
     if answer.startswith((IN_CHUNKS, SWITCHED)) and kind != "two lengths":
         assert len(reply) < 21 * MEGABYTE
@@ -165,7 +196,10 @@ def test_a_reply_that_comes_before_the_end_of_its_request_is_one_reply(recorder,
         listening("127.0.0.3", answer=(OK + b"Content-Length: 1\r\n\r\na") * 2) as outside,
         plain(recorder) as connection,
     ):
-        head = f"POST http://127.0.0.3:{outside.port}/ HTTP/1.1\r\nHost: 127.0.0.3\r\n".encode() + credentials()
+        head = (
+            f"POST http://127.0.0.3:{outside.port}/ HTTP/1.1\r\nHost: 127.0.0.3\r\n".encode()
+            + credentials()
+        )
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
         assert read_head(connection).startswith(b"HTTP/1.1 200")
         assert connection.recv(10) == b"a"

@@ -36,8 +36,8 @@ SHORT = {"kind": "command", "command": [sys.executable, "-m", "pytest", "-q"]}
 REWRITERS = {
     "rewrites a test": "open('tests/test_zz.py', 'w').write('def test_add(): pass')\n",
     "replaces the folder of tests": (
-        "import os\nos.rename('tests', 'away')\nos.mkdir('tests')\nopen('tests/__init__.py', 'w').close()\n"
-        "open('tests/test_zz.py', 'w').write('def test_add(): pass')\n"
+        "import os\nos.rename('tests', 'away')\nos.mkdir('tests')\nopen('tests/__init__.py',"
+        " 'w').close()\nopen('tests/test_zz.py', 'w').write('def test_add(): pass')\n"
     ),
 }
 
@@ -74,7 +74,9 @@ _pytest.reports.TestReport.from_item_and_call = passed
 """
 BROKEN = START["calc.py"]
 PLUGIN = {
-    "zzplug.py": PASS_ALL.replace("    report.outcome", "    if 'rolltap' not in item.nodeid: report.outcome"),
+    "zzplug.py": PASS_ALL.replace(
+        "    report.outcome", "    if 'rolltap' not in item.nodeid: report.outcome"
+    ),
     "zz.dist-info/METADATA": "Name: zz\nVersion: 1\n",
     "zz.dist-info/entry_points.txt": "[pytest11]\nzz = zzplug\n",
 }
@@ -86,7 +88,9 @@ ATTACKS = {
     "usercustomize.py": {"usercustomize.py": FORGER},
     "sitecustomize as a package": {"sitecustomize/__init__.py": FORGER},
     "a plugin of a planted distribution": PLUGIN,
-    "a plugin of an egg": {name.replace("dist-info", "EGG-INFO"): text for name, text in PLUGIN.items()},
+    "a plugin of an egg": {
+        name.replace("dist-info", "EGG-INFO"): text for name, text in PLUGIN.items()
+    },
     "a module of the standard library": {"argparse.py": FORGER},
     "a package of the standard library": {"argparse/__init__.py": FORGER},
     "a module that pytest imports": {"pygments/__init__.py": FORGER},
@@ -97,9 +101,14 @@ ATTACKS = {
     "changed tests": {"tests/test_calc.py": "def test_add(): pass\ndef test_double(): pass\n"},
     "emptied tests": {"tests/test_calc.py": ""},
     "deleted tests": {"tests/test_calc.py": None},
-    "deleted tests, and others": {"tests/test_calc.py": None, "tests/test_new.py": "def test_add(): pass\n"},
+    "deleted tests, and others": {
+        "tests/test_calc.py": None,
+        "tests/test_new.py": "def test_add(): pass\n",
+    },
     "pytest.ini": {"pytest.ini": "[pytest]\naddopts = --deselect tests/test_calc.py::test_add\n"},
-    "addopts in pyproject.toml": {"pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-k double'\n"},
+    "addopts in pyproject.toml": {
+        "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-k double'\n"
+    },
     "addopts in tox.ini": {"tox.ini": "[pytest]\naddopts = -k double\n"},
     "addopts in setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = -k double\n"},
     "environment files": {
@@ -112,26 +121,39 @@ ATTACKS = {
         "reward": "1.0",
         "reward.txt": "1.0",
         "reward.json": '{"reward": 1.0}',
-        "report.xml": "<testsuite><testcase classname='tests.test_calc' name='test_add'/></testsuite>",
+        "report.xml": (
+            "<testsuite><testcase classname='tests.test_calc' name='test_add'/></testsuite>"
+        ),
     },
     "git attributes": {
         ".gitattributes": "* filter=evil\n",
         ".git/config": '[filter "evil"]\nsmudge = touch /tmp/evil\n',
     },
-    "git hooks": {".git/hooks/post-checkout": "#!/bin/sh\nexit 0\n", "sub/.git/hooks/pre-commit": "#!/bin/sh\n"},
+    "git hooks": {
+        ".git/hooks/post-checkout": "#!/bin/sh\nexit 0\n",
+        "sub/.git/hooks/pre-commit": "#!/bin/sh\n",
+    },
     "an exit at import": {"calc.py": "import os\nos._exit(0)\n"},
     "an exit by SystemExit": {"calc.py": "import sys\nsys.exit(0)\n"},
     "a forged report, then an exit": {"calc.py": FORGER},
     "pytest.exit": {"calc.py": "import pytest\npytest.exit('done', returncode=0)\n"},
     "a patched runtest": {"calc.py": PATCH_RUNTEST + BROKEN},
     "patched reports": {"calc.py": PATCH_REPORTS + BROKEN},
-    "the answer in the output": {"calc.py": "import atexit\natexit.register(print, '1.0')\n" + BROKEN},
+    "the answer in the output": {
+        "calc.py": "import atexit\natexit.register(print, '1.0')\n" + BROKEN
+    },
     "a kill of its own process": {"calc.py": "import os\nos.kill(os.getpid(), 9)\n"},
-    "pytest.xfail": {"calc.py": "import pytest\ndef add(*_): pytest.xfail()\ndef double(*_): pytest.xfail()\n"},
+    "pytest.xfail": {
+        "calc.py": "import pytest\ndef add(*_): pytest.xfail()\ndef double(*_): pytest.xfail()\n"
+    },
     "pytest.skip": {"calc.py": RIGHT + "import pytest\ndef double(*_): pytest.skip()\n"},
-    "unittest.SkipTest": {"calc.py": RIGHT + "import unittest\ndef double(*_): raise unittest.SkipTest\n"},
+    "unittest.SkipTest": {
+        "calc.py": RIGHT + "import unittest\ndef double(*_): raise unittest.SkipTest\n"
+    },
     "a syntax error": {"calc.py": "def add(:\n"},
-    "an emptied report": {"calc.py": "import os\nimport rolltap_report\nos.close(rolltap_report.PIPE)\nos._exit(0)\n"},
+    "an emptied report": {
+        "calc.py": "import os\nimport rolltap_report\nos.close(rolltap_report.PIPE)\nos._exit(0)\n"
+    },
 }
 BY_FILES = {name: files for name, files in ATTACKS.items() if "calc.py" not in files}
 IN_PROCESS = [name for name in ATTACKS if name not in BY_FILES]
@@ -182,7 +204,8 @@ def command_judge(*command, **fields):
 
 CHECK = "import calc, sys\nsys.exit(calc.add(2, 2) != 4)\n"
 UNITS = (
-    "import calc, unittest\nclass T(unittest.TestCase):\n    def test_add(self): self.assertEqual(calc.add(2, 2), 4)\n"
+    "import calc, unittest\nclass T(unittest.TestCase):\n    def test_add(self):"
+    " self.assertEqual(calc.add(2, 2), 4)\n"
 )
 BY_COMMAND = {
     "a script": [sys.executable, "check.py"],
@@ -199,7 +222,12 @@ BY_COMMAND = {
 async def test_what_a_command_names_and_the_starts_tests_are_not_the_agents(tmp_path, command):
     left = Left(tmp_path, {**START, "check.py": CHECK, "tests/test_units.py": UNITS})
     passing = "def test_add(): pass\ndef test_double(): pass\n"
-    forged = {"check.py": "", "tests/test_calc.py": passing, "tests/test_units.py": "", "conftest.py": PASS_ALL}
+    forged = {
+        "check.py": "",
+        "tests/test_calc.py": passing,
+        "tests/test_units.py": "",
+        "conftest.py": PASS_ALL,
+    }
     left.do({**forged, **PLUGIN, "argparse.py": FORGER})
     spec = command_judge(*BY_COMMAND[command])
     evidence = await earns_nothing(left, spec)
@@ -208,9 +236,13 @@ async def test_what_a_command_names_and_the_starts_tests_are_not_the_agents(tmp_
     assert (await left.judge(spec)).reward == 1.0, left.log
 
 
-@pytest.mark.parametrize("command", cases([[sys.executable, "run/check.py"], BY_COMMAND["unittest"]]))
+@pytest.mark.parametrize(
+    "command", cases([[sys.executable, "run/check.py"], BY_COMMAND["unittest"]])
+)
 async def test_a_link_in_place_of_the_folder_of_a_judges_file_is_not_applied(tmp_path, command):
-    left = Left(tmp_path, {**START, "run/check.py": "raise SystemExit(1)", "tests/test_units.py": UNITS})
+    left = Left(
+        tmp_path, {**START, "run/check.py": "raise SystemExit(1)", "tests/test_units.py": UNITS}
+    )
     for folder in ("run", "tests"):
         shutil.rmtree(left.workspace / folder)
         (left.workspace / folder).symlink_to("mine")
@@ -229,7 +261,10 @@ async def test_a_link_in_place_of_the_folder_of_a_judges_file_is_not_applied(tmp
     ],
 )
 async def test_a_folder_in_place_of_a_judges_file_is_not_applied(tmp_path, spec, file, full):
-    left = Left(tmp_path, {**START, "check.sh": "exit 1", "tests/test_units.py": "def test_nothing(): pass\n"})
+    left = Left(
+        tmp_path,
+        {**START, "check.sh": "exit 1", "tests/test_units.py": "def test_nothing(): pass\n"},
+    )
     (left.workspace / file).unlink()
     (left.workspace / file).mkdir()
     left.do({f"{file}/a.txt": "x"} if full else {})
@@ -254,8 +289,15 @@ async def test_a_file_that_a_command_reads_is_the_judges_unless_paths_name_it(tm
 async def rewrite(folder, attack, spec, runtime=None):
     tests = {"tests/test_aa.py": "import calc\n", "tests/test_zz.py": START["tests/test_calc.py"]}
     rewriting = f"try:\n    exec({REWRITERS[attack]!r})\nexcept OSError: pass\n{BROKEN}"
-    left = Left(folder, {"calc.py": BROKEN, "tests/__init__.py": "", **tests}, runtime, did={"calc.py": rewriting})
-    return await left.judge({**spec, "fail_to_pass": ["tests/test_zz.py::test_add"], "pass_to_pass": []})
+    left = Left(
+        folder,
+        {"calc.py": BROKEN, "tests/__init__.py": "", **tests},
+        runtime,
+        did={"calc.py": rewriting},
+    )
+    return await left.judge(
+        {**spec, "fail_to_pass": ["tests/test_zz.py::test_add"], "pass_to_pass": []}
+    )
 
 
 @pytest.mark.parametrize("attack", REWRITERS)
@@ -266,7 +308,10 @@ async def test_tests_that_are_rewritten_while_they_run_earn_nothing(tmp_path, at
         (0.0, ["tests/__init__.py", "tests/test_aa.py", "tests/test_zz.py"]),
     ]
     if attack == "rewrites a test":
-        assert judged.evidence["forged_report"] == "the judge's own files or limits were changed while it ran"
+        assert (
+            judged.evidence["forged_report"]
+            == "the judge's own files or limits were changed while it ran"
+        )
 
 
 @pytest.mark.parametrize("spec", cases([JUDGE, NO_LISTS, SHORT], 0, 2))
@@ -280,7 +325,11 @@ async def test_the_right_change_is_judged_as_such_beside_all_that_can_be_planted
     assert (judged.reward, judged.unjudged) == (1.0, None), left.log
     assert judged.evidence["changed_tests"] == ["tests/test_calc.py"]
     refused = judged.evidence["refused"]
-    assert {"conftest.py: planted", "tests/test_calc.py: protected", "pyproject.toml: settings"} <= {*refused}
+    assert {
+        "conftest.py: planted",
+        "tests/test_calc.py: protected",
+        "pyproject.toml: settings",
+    } <= {*refused}
 
 
 async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(tmp_path):
@@ -291,7 +340,9 @@ async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(
     os.utime(fake, ns=(real.st_atime_ns, real.st_mtime_ns))
     compiled = left.workspace / "__pycache__" / f"check.{sys.implementation.cache_tag}.pyc"
     py_compile.compile(str(fake), str(compiled), "check.py", doraise=True)
-    await earns_nothing(left, command_judge(sys.executable, "-c", "import check", files=["check.py"]))
+    await earns_nothing(
+        left, command_judge(sys.executable, "-c", "import check", files=["check.py"])
+    )
 
 
 PATCH = """--- a/tests/test_calc.py
@@ -337,8 +388,21 @@ async def test_odd_files_are_left_behind_and_told(tmp_path, monkeypatch):
     monkeypatch.chdir(space)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
-    left.do({"good.txt": "new", "sub/.git/config": "[core]", "__pycache__/a.pyc": "x", "tool": "#!/bin/sh\n"})
-    links = {"out": tmp_path / "secret", "up": "../../secret", "loop": "loop", "folder": "/", "sub/link": "../good.txt"}
+    left.do(
+        {
+            "good.txt": "new",
+            "sub/.git/config": "[core]",
+            "__pycache__/a.pyc": "x",
+            "tool": "#!/bin/sh\n",
+        }
+    )
+    links = {
+        "out": tmp_path / "secret",
+        "up": "../../secret",
+        "loop": "loop",
+        "folder": "/",
+        "sub/link": "../good.txt",
+    }
     for name, target in links.items():
         (space / name).symlink_to(target)
     (space / "tool").chmod(0o6755)
@@ -348,7 +412,14 @@ async def test_odd_files_are_left_behind_and_told(tmp_path, monkeypatch):
     judged = await left.judge(command_judge("sh", "-c", script, result="status", paths=["**"]))
     assert judged.reward == 1.0
     assert left.log.split() == [".:", "good.txt", "sub", "tool", "sub:", "link", "newnew755"]
-    odd = {"fifo": "fifo", "folder": "symlink", "huge": "size", "loop": "symlink", "out": "symlink", "socket": "socket"}
+    odd = {
+        "fifo": "fifo",
+        "folder": "symlink",
+        "huge": "size",
+        "loop": "symlink",
+        "out": "symlink",
+        "socket": "socket",
+    }
     odd |= {"sub/.git": "git", "tool": "setuid", "up": "symlink"}
     assert judged.evidence["refused"] == [f"{name}: {why}" for name, why in odd.items()]
 
@@ -385,7 +456,9 @@ IN_SANDBOX = {**JUDGE, "command": ["python", *JUDGE["command"][1:]]}
 @sandboxed
 class TestSandbox:
     async def test_the_sandbox_judges_as_processes_do(self, tmp_path):
-        left = Left(tmp_path, START, SandboxRuntime(), did={"calc.py": RIGHT, "conftest.py": PASS_ALL})
+        left = Left(
+            tmp_path, START, SandboxRuntime(), did={"calc.py": RIGHT, "conftest.py": PASS_ALL}
+        )
         judged = await left.judge(IN_SANDBOX)
         assert (judged.reward, judged.unjudged) == (1.0, None), left.log
         assert judged.evidence["canary"] == "failed"
@@ -397,13 +470,19 @@ class TestSandbox:
         judged = await rewrite(tmp_path, attack, IN_SANDBOX, SandboxRuntime())
         assert (judged.reward, judged.evidence.get("rewritten")) == (0.0, None)
 
-    async def test_a_reward_file_and_mounts_are_where_the_task_says_and_there_is_no_network(self, tmp_path):
+    async def test_a_reward_file_and_mounts_are_where_the_task_says_and_there_is_no_network(
+        self, tmp_path
+    ):
         left = Left(tmp_path / "left", {}, SandboxRuntime())
         script = "cat /proc/net/dev; echo x > /tests/new; echo 0.5 > /logs/verifier/reward.txt"
         write(tmp_path / "tests", {"test.sh": script})
         mounts = {"mounts": {"/tests": str(tmp_path / "tests")}, "writable": ["/logs/verifier"]}
-        spec = command_judge("bash", "/tests/test.sh", **mounts, reward_files=["/logs/verifier/reward.txt"])
+        spec = command_judge(
+            "bash", "/tests/test.sh", **mounts, reward_files=["/logs/verifier/reward.txt"]
+        )
         assert (await left.judge(spec)).reward == 0.5, left.log
         assert "/tests/new: Read-only file system" in left.log
-        assert {line.split(":")[0].strip() for line in left.log.splitlines() if line.count(" 0 ") > 5} == {"lo"}
+        assert {
+            line.split(":")[0].strip() for line in left.log.splitlines() if line.count(" 0 ") > 5
+        } == {"lo"}
         assert [path.name for path in (tmp_path / "tests").iterdir()] == ["test.sh"]

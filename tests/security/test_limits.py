@@ -28,7 +28,9 @@ def test_silent_connections_make_room_for_a_call(start, scripted_engine):
     assert any(detail.endswith("closed to make room for others") for detail in details)
 
 
-def test_a_session_that_fills_the_recorder_locks_nobody_out_and_cannot_cause_a_fault(start, scripted_engine):
+def test_a_session_that_fills_the_recorder_locks_nobody_out_and_cannot_cause_a_fault(
+    start, scripted_engine
+):
     recorder = start(command=["prlimit", f"--nofile=64:{LIMIT}"])
     scripted_engine.otherwise = lambda body: Say("Hi.")
     with recorder.client("greedy") as client:
@@ -74,7 +76,11 @@ def test_replies_that_nobody_reads_take_no_room_of_others(start, scripted_engine
         large = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)
         server = stack.enter_context(listening("127.0.0.3", answer=large))
         host = f"{server.host}:{server.port}"
-        unread = f"GET http://{host}/ HTTP/1.1\r\nHost: {host}\r\n".encode() + credentials("greedy") + b"\r\n"
+        unread = (
+            f"GET http://{host}/ HTTP/1.1\r\nHost: {host}\r\n".encode()
+            + credentials("greedy")
+            + b"\r\n"
+        )
         asked = [ask(unread, 1) for _ in range(room)]
         share = room // 4
         assert asked == [b"200"] * share + [b"429"] * (room - share)
@@ -95,7 +101,9 @@ def test_calls_that_do_not_fit_are_refused_and_the_others_go_on(start, scripted_
             connection = stack.enter_context(plain(recorder))
             connection.sendall(call(user=f"s{i}", stream=True))
             heads[connection], users[connection] = read_head(connection), f"s{i}"
-        served = [connection for connection, head in heads.items() if head.startswith(b"HTTP/1.1 200")]
+        served = [
+            connection for connection, head in heads.items() if head.startswith(b"HTTP/1.1 200")
+        ]
         refused = [head for head in heads.values() if head.startswith(b"HTTP/1.1 503")]
         closed = [head for head in heads.values() if head == b""]
         assert room * 0.8 < len(served) <= room

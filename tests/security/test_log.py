@@ -1,4 +1,5 @@
-"""An agent tries to write secrets, control characters or much into the log and the events of the recorder."""
+"""An agent tries to write secrets, control characters or much into the log and the events of the
+recorder."""
 
 import re
 import socket
@@ -24,12 +25,19 @@ SECRET = "sk-very-secret"
 
 def test_a_query_reaches_neither_the_log_nor_the_events(recorder):
     with recorder.client() as client:
-        for url in (f"https://a.example/x?key={SECRET}", f"http://a.example/x?key={SECRET}", f"{CHAT}?key={SECRET}"):
+        for url in (
+            f"https://a.example/x?key={SECRET}",
+            f"http://a.example/x?key={SECRET}",
+            f"{CHAT}?key={SECRET}",
+        ):
             client.get(url)
             client.post(url, json=HELLO)
     ask(recorder, f"GET /x?key={SECRET} HTTP/1.1\r\n".encode() + credentials() + b"\r\n", read)
     ask(recorder, f"nonsense {SECRET}\r\n{SECRET}\r\n\r\n".encode(), read)
-    everything = b"".join(path.read_bytes() for path in recorder.run.glob("events-*")) + recorder.log().encode()
+    everything = (
+        b"".join(path.read_bytes() for path in recorder.run.glob("events-*"))
+        + recorder.log().encode()
+    )
     assert SECRET.encode() not in everything
 
 
@@ -61,7 +69,9 @@ def test_refusals_without_end_are_counted(recorder, news):
             assert client.get("http://a.example/x").status_code == 404
         assert client.post(SESSION_END).status_code == 200
     details = [detail for session_id, detail in news() if session_id == "loud"]
-    last = [f"{n} refused so far, the last: " for n in (128, 256)] + ["300 refused in all, the last: "]
+    last = [f"{n} refused so far, the last: " for n in (128, 256)] + [
+        "300 refused in all, the last: "
+    ]
     assert details == [""] * 64 + last
     assert recorder.log().count("\n") - lines < 80
 

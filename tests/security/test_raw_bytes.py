@@ -1,4 +1,5 @@
-"""Any bytes at the proxy: CONNECT targets, headers, chunks, upgrades, garbage. Its sockets are watched."""
+"""Any bytes at the proxy: CONNECT targets, headers, chunks, upgrades, garbage. Its sockets are
+watched."""
 
 import os
 import socket
@@ -23,14 +24,22 @@ def watch(event, arguments, file=os.open(os.environ["WATCHED"], os.O_WRONLY | os
 
 sys.addaudithook(watch)
 """
-"""A script that writes each address which the process looks up or connects to, as Python passes it to the system."""
+"""A script that writes each address which the process looks up or connects to, as Python passes it
+to the system."""
 
 
 @pytest.fixture(scope="module")
 def outside():
-    """Yield an allowed host and one that is not. The allowed one answers with a change of protocol."""
-    switched = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n\x81\x03abc"
-    with listening("127.0.0.3", answer=switched) as allowed, listening("127.0.0.4", allowed.port) as other:
+    """Yield an allowed host and one that is not. The allowed one answers with a change of
+    protocol."""
+    switched = (
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade:"
+        b" websocket\r\n\r\n\x81\x03abc"
+    )
+    with (
+        listening("127.0.0.3", answer=switched) as allowed,
+        listening("127.0.0.4", allowed.port) as other,
+    ):
         yield allowed, other
 
 
@@ -40,7 +49,9 @@ def recorder(tmp_path_factory, tokenizer, tokenizer_folder, outside):
     script, watched = folder / "watch.py", folder / "watched"
     script.write_text(WATCH)
     more = {"env": {"WATCHED": str(watched)}, "scripts": ["-s", script]}
-    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3:*", **more) as recorder:
+    with recording(
+        folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3:*", **more
+    ) as recorder:
         yield recorder
         engine = recorder.engine_url.removeprefix("http://").replace(":", " ")
         assert recorder.stop() == 0
@@ -57,10 +68,30 @@ def recorder(tmp_path_factory, tokenizer, tokenizer_folder, outside):
 
 def targets(port):
     """Return texts that name a host and a port."""
-    hosts = ["127.0.0.3", "127.0.0.4", "evil.example", "[::1]", "[::ffff:127.0.0.4]", "127.0.0.3.", "x" * 70, "é"]
-    hosts += ["127.0.0.4#127.0.0.3", "127.0.0.3@127.0.0.4", "2130706436", "0x7f.0.0.4", "", "*", "\x00", "a b"]
+    hosts = [
+        "127.0.0.3",
+        "127.0.0.4",
+        "evil.example",
+        "[::1]",
+        "[::ffff:127.0.0.4]",
+        "127.0.0.3.",
+        "x" * 70,
+        "é",
+    ]
+    hosts += [
+        "127.0.0.4#127.0.0.3",
+        "127.0.0.3@127.0.0.4",
+        "2130706436",
+        "0x7f.0.0.4",
+        "",
+        "*",
+        "\x00",
+        "a b",
+    ]
     ports = [f":{port}", ":53", ":443", "", ":0", ":65536", ":-1", ":٣", f":{port}:{port}"]
-    return st.builds(lambda host, end: (host + end).encode(), st.sampled_from(hosts), st.sampled_from(ports))
+    return st.builds(
+        lambda host, end: (host + end).encode(), st.sampled_from(hosts), st.sampled_from(ports)
+    )
 
 
 LINES = [
@@ -112,9 +143,21 @@ def heads(draw, port):
     methods = [b"GET", b"POST", b"CONNECT", b"connect", b"HEAD", b"OPTIONS", b"G\xff", b"", b"PRI"]
     method = draw(st.sampled_from(methods))
     target = draw(targets(port))
-    path = draw(st.sampled_from([b"/", b"/v1/chat/completions", b"/v1/responses", b"/\xff?\x1b", b"*", b"//", b"/../"]))
-    form = draw(st.sampled_from([b"%b", b"http://%b" + path, b"https://%b" + path, b"ftp://%b/", path + b"%.0b"]))
-    version = draw(st.sampled_from([b"HTTP/1.1"] * 4 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"", b"http/1.1"]))
+    path = draw(
+        st.sampled_from(
+            [b"/", b"/v1/chat/completions", b"/v1/responses", b"/\xff?\x1b", b"*", b"//", b"/../"]
+        )
+    )
+    form = draw(
+        st.sampled_from(
+            [b"%b", b"http://%b" + path, b"https://%b" + path, b"ftp://%b/", path + b"%.0b"]
+        )
+    )
+    version = draw(
+        st.sampled_from(
+            [b"HTTP/1.1"] * 4 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"", b"http/1.1"]
+        )
+    )
     lines = [b"%b %b %b" % (method, form % target, version), b"Host: " + draw(targets(port))]
     lines += draw(st.lists(st.sampled_from(LINES), max_size=4))
     if draw(st.booleans()):
@@ -124,7 +167,9 @@ def heads(draw, port):
 
 def conversations(port):
     """Return what a client sends: pieces that each begin or continue a request."""
-    pieces = st.one_of(heads(port), st.sampled_from(BODIES), st.binary(max_size=50), st.just(call()))
+    pieces = st.one_of(
+        heads(port), st.sampled_from(BODIES), st.binary(max_size=50), st.just(call())
+    )
     return st.lists(pieces, min_size=1, max_size=4)
 
 
@@ -164,7 +209,9 @@ def test_no_bytes_in_a_tunnel_do(recorder, outside, data, port):
 @given(data=st.data())
 def test_no_bytes_over_tls_do(recorder, outside, data):
     host = data.draw(st.sampled_from(["127.0.0.4", "evil.example"]))
-    name = data.draw(st.sampled_from(["127.0.0.3", "evil.example", "x" * 63, "x_y", "*.example", "-"]))
+    name = data.draw(
+        st.sampled_from(["127.0.0.3", "evil.example", "x" * 63, "x_y", "*.example", "-"])
+    )
     pieces = data.draw(conversations(outside[0].port))
     talk(over_tls(tunnel(recorder, f"{host}:{outside[0].port}"), recorder, name), pieces)
 
@@ -172,7 +219,8 @@ def test_no_bytes_over_tls_do(recorder, outside, data):
 @pytest.mark.parametrize(
     "sent",
     [
-        call().replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nX") + b"0\r\nA: trailer\r\n\r\n",
+        call().replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nX")
+        + b"0\r\nA: trailer\r\n\r\n",
         b"POST http://a.example/ HTTP/1.1\r\n" + CHUNKED + b"1\r\nx\r\n0\r\nA: trailer\r\n\r\n",
         b"CONNECT a.example:443 HTTP/1.1\r\nContent-Length: 5\r\n" + credentials() + b"\r\nhello",
         b"CONNECT a.example:443 HTTP/1.1\r\n" + credentials() + CHUNKED + b"1\r\nx\r\n0\r\n\r\n",
@@ -190,7 +238,11 @@ def test_no_socket_of_the_process_has_another_end(recorder, outside):
         assert client.post(CHAT, json=HELLO).status_code == 200
         folder = Path("/proc", str(recorder.process.pid))
         links = [os.readlink(link) for link in (folder / "fd").iterdir() if link.is_symlink()]
-        inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+        inodes = {
+            link.removeprefix("socket:[").rstrip("]")
+            for link in links
+            if link.startswith("socket:")
+        }
         rows = [line.split() for line in (folder / "net" / "tcp").read_text().splitlines()[1:]]
         ends = {row[2].split(":")[0] for row in rows if row[9] in inodes and row[3] == "01"}
     assert ends <= {"0100007F", "0300007F"}  # 127.0.0.1 and 127.0.0.3

@@ -1,5 +1,5 @@
-"""A session reads all that its user may read of other processes. It finds neither the recorder's secret nor the
-credentials of an earlier session.
+"""A session reads all that its user may read of other processes. It finds neither the recorder's
+secret nor the credentials of an earlier session.
 
 Root may read every process, so a rollout that root starts here gives up the capabilities of root.
 """
@@ -83,7 +83,8 @@ print("looked everywhere")
 
 @pytest.fixture
 def without_privileges():
-    """Return the prefix of a command line. The command may not read processes by the privileges of root."""
+    """Return the prefix of a command line. The command may not read processes by the privileges of
+    root."""
     if os.geteuid() != 0:
         return []
     if shutil.which("setpriv") is None:
@@ -97,16 +98,39 @@ def test_a_session_finds_no_secret_and_no_credentials_of_another_in_proc(
     (tmp_path / "thief.py").write_text(THIEF)
     preset = {"program": sys.executable, "headless": [str(tmp_path / "thief.py")]}
     (tmp_path / "thief.toml").write_text(
-        'name = "thief"\nversion = "1"\n' + "".join(f"{key} = {json.dumps(value)}\n" for key, value in preset.items())
+        'name = "thief"\nversion = "1"\n'
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in preset.items())
     )
-    (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": "theft", "instruction": "Steal.", "evaluate": ["true"]}))
-    command = [*without_privileges, sys.executable, "-c", ROLLTAP, "rollout", tmp_path / "tasks.jsonl"]
-    command += ["--harness", tmp_path / "thief.toml", "-n", "2", "--concurrency", "1", "--out", tmp_path / "run"]
+    (tmp_path / "tasks.jsonl").write_text(
+        json.dumps({"id": "theft", "instruction": "Steal.", "evaluate": ["true"]})
+    )
+    command = [
+        *without_privileges,
+        sys.executable,
+        "-c",
+        ROLLTAP,
+        "rollout",
+        tmp_path / "tasks.jsonl",
+    ]
+    command += [
+        "--harness",
+        tmp_path / "thief.toml",
+        "-n",
+        "2",
+        "--concurrency",
+        "1",
+        "--out",
+        tmp_path / "run",
+    ]
     command += ["--engine", scripted_engine.url, "--model", tokenizer_folder]
     ended = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     assert ended.returncode == 1, ended.stderr
     assert "2 of 2 sessions have no reward" in ended.stderr  # it makes no model call
-    logs = [path for path in (tmp_path / "run" / "logs").glob("*.log") if not path.name.endswith(".judge.log")]
+    logs = [
+        path
+        for path in (tmp_path / "run" / "logs").glob("*.log")
+        if not path.name.endswith(".judge.log")
+    ]
     assert len(logs) == 6  # a session without a call is tried twice more
     for log in logs:
         mine, *found = log.read_text().splitlines()

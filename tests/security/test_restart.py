@@ -1,4 +1,5 @@
-"""A recorder is killed in the middle of sessions. The next one on the same run continues them, and no others."""
+"""A recorder is killed in the middle of sessions. The next one on the same run continues them, and
+no others."""
 
 import json
 import os
@@ -14,7 +15,10 @@ from tests.deep import cases
 from tests.recorder_process import CHAT
 from tests.scripted_engine import Say
 
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
 LOOK = 'So:\n<tool_call>\n{"name": "look", "arguments": {"at":  "caf\\u00e9"}}\n</tool_call>'
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -27,12 +31,15 @@ def go_on(messages, reply):
     """Return the conversation with the reply and an answer to it."""
     message = reply["choices"][0]["message"]
     calls = message.get("tool_calls") or []
-    answers = [{"role": "tool", "tool_call_id": call["id"], "content": "Nothing."} for call in calls]
+    answers = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "Nothing."} for call in calls
+    ]
     return [*messages, message, *(answers or [user("Go on")])]
 
 
 class Killed:
-    """Recorders of one run, each of which was killed before the next one started. Its engine says `LOOK` by default."""
+    """Recorders of one run, each of which was killed before the next one started. Its engine says
+    `LOOK` by default."""
 
     def __init__(self, start, engine):
         self._start, self.engine = start, engine
@@ -48,7 +55,9 @@ class Killed:
     def post(self, session, messages, headers=None, **fields):
         with self.recorder.client(session) as client:
             return client.post(
-                CHAT, json={"model": "m", "messages": messages, "tools": [TOOL], **fields}, headers=headers
+                CHAT,
+                json={"model": "m", "messages": messages, "tools": [TOOL], **fields},
+                headers=headers,
             )
 
     def ask(self, session, messages, headers=None, **fields):
@@ -66,8 +75,14 @@ class Killed:
 
     def prompt(self, call):
         """Return the whole prompt of a recorded call."""
-        before = [each for each in self.calls(call["session_id"]) if each["call_id"] == call["parent_id"]]
-        known = [token for parent in before for token in (*self.prompt(parent), *parent["completion_ids"])]
+        before = [
+            each for each in self.calls(call["session_id"]) if each["call_id"] == call["parent_id"]
+        ]
+        known = [
+            token
+            for parent in before
+            for token in (*self.prompt(parent), *parent["completion_ids"])
+        ]
         return known + call["prompt_tail_ids"]
 
 
@@ -91,7 +106,10 @@ def a_session_whose_call_was_running_goes_on_from_its_last_committed_call(killed
     killed.engine.replies += [Say("One."), Say("two three", hold_after=1)]
     messages = go_on([user()], killed.ask("running", [user()]))
     body = {"model": "m", "messages": messages, "tools": [TOOL], "stream": True}
-    with killed.recorder.client("running") as client, client.stream("POST", CHAT, json=body) as response:
+    with (
+        killed.recorder.client("running") as client,
+        client.stream("POST", CHAT, json=body) as response,
+    ):
         next(response.iter_lines())
         assert killed.engine.holding.wait(30)
         yield
@@ -113,7 +131,10 @@ def a_session_with_a_similar_name_gets_nothing_of_it(killed):
     for name in ("t", "t11", "T1", "t1-", "t1.", "%25"):
         assert killed.ask(name, [user()], RETRY)["id"] != mine["id"]
         killed.ask(name, go_on([user()], mine))
-        assert [call["parent_id"] for call in killed.calls(name.replace("%25", "%"))] == [None, None]
+        assert [call["parent_id"] for call in killed.calls(name.replace("%25", "%"))] == [
+            None,
+            None,
+        ]
 
 
 def a_forged_id_of_another_sessions_call_restores_nothing(killed):
@@ -158,7 +179,9 @@ def an_ended_session_is_over_in_every_later_recorder(killed):
         assert client.post(SESSION_END).status_code == 200
     for _ in range(2):
         yield
-        assert [killed.post("ended", [user()], headers).status_code for headers in (None, RETRY)] == [410, 410]
+        assert [
+            killed.post("ended", [user()], headers).status_code for headers in (None, RETRY)
+        ] == [410, 410]
         assert killed.kinds("ended") == ["root"]
 
 
@@ -171,14 +194,19 @@ def test_sessions_outlive_kills_and_an_uncommitted_tail(killed):
     while running := [session for session in running if next(session, "over") is None]:
         killed.kill()
         if len(running) == len(SESSIONS):
-            for path in [*run_files(killed.recorder.run, "calls"), *run_files(killed.recorder.run, "events")]:
+            for path in [
+                *run_files(killed.recorder.run, "calls"),
+                *run_files(killed.recorder.run, "events"),
+            ]:
                 with path.open("ab") as file:
                     file.write(bytes(8) + os.urandom(1000))
         killed.restart()
 
 
 def test_damaged_rows_are_not_continued_and_stop_nobody(killed):
-    conversations = {name: go_on([user(name)], killed.ask(name, [user(name)])) for name in ("s1", "s2")}
+    conversations = {
+        name: go_on([user(name)], killed.ask(name, [user(name)])) for name in ("s1", "s2")
+    }
     killed.kill()
     (path,) = run_files(killed.recorder.run, "calls")
     contents = path.read_bytes()
@@ -198,7 +226,10 @@ def test_flipped_bytes_anywhere_never_keep_a_session_from_being_served(killed, s
     for _ in range(4):
         messages = go_on(messages, killed.ask("s1", messages))
     killed.kill()
-    for path in [*run_files(killed.recorder.run, "calls"), *run_files(killed.recorder.run, "events")]:
+    for path in [
+        *run_files(killed.recorder.run, "calls"),
+        *run_files(killed.recorder.run, "events"),
+    ]:
         contents = bytearray(path.read_bytes())
         for _ in range(5):
             contents[some.randrange(len(contents))] ^= 1 << some.randrange(8)

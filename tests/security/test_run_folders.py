@@ -1,4 +1,5 @@
-"""A run folder of somebody else costs a message: no wait, no memory beyond its size, no traceback."""
+"""A run folder of somebody else costs a message: no wait, no memory beyond its size, no
+traceback."""
 
 import json
 import os
@@ -36,7 +37,14 @@ VALUES = [
     ("calls", {"reply": "null"}),
     ("calls", {"reply": '["text"]'}),
     ("calls", {"reply": '{"content": 5}'}),
-    ("calls", {"reply": '{"tool_calls": [{"function": {"name": "bash", "arguments": {"command": "ls"}}}]}'}),
+    (
+        "calls",
+        {
+            "reply": (
+                '{"tool_calls": [{"function": {"name": "bash", "arguments": {"command": "ls"}}}]}'
+            )
+        },
+    ),
     ("calls", {"reply": '{"content": "a\\udfff"}'}),
     ("calls", {"tools": "[1]"}),
     ("calls", {"tools": '[{"function": null}]'}),
@@ -102,7 +110,9 @@ def test_a_sound_run_is_read_by_everything(run, tmp_path):
     assert verify(run).verdict == "ok"
 
 
-@pytest.mark.parametrize(("table", "values"), VALUES, ids=[f"{table} {[*values]}" for table, values in VALUES])
+@pytest.mark.parametrize(
+    ("table", "values"), VALUES, ids=[f"{table} {[*values]}" for table, values in VALUES]
+)
 def test_a_value_that_no_writer_writes_is_damage_that_is_named(run, table, values):
     for path in run_files(run, table):
         path.unlink()
@@ -111,7 +121,11 @@ def test_a_value_that_no_writer_writes_is_damage_that_is_named(run, table, value
     found = [finding for finding in verify(run).findings if finding.grade == "damage"]
     assert found
     ours = [each for each in found if each.where.startswith(path.name)]
-    by_call = [each for each in found if each.what.startswith(("the prompt has", "parent a is", "its rows of the"))]
+    by_call = [
+        each
+        for each in found
+        if each.what.startswith(("the prompt has", "parent a is", "its rows of the"))
+    ]
     assert ours or by_call
     if ours and values.keys() <= {"role", "status", "parts", "reward"}:
         assert f"its {next(iter(values))} " in ours[0].what
@@ -140,7 +154,14 @@ def test_nothing_is_trained_on_a_row_that_no_writer_writes(run):
     assert load_sessions(run)["s"].error == "its row was changed after it was written"
 
 
-FILES = ["run.json", "metrics.jsonl", "calls-1-1.arrow", "sessions-1-1.arrow", "trained-1-1.arrow", "logs/s.log"]
+FILES = [
+    "run.json",
+    "metrics.jsonl",
+    "calls-1-1.arrow",
+    "sessions-1-1.arrow",
+    "trained-1-1.arrow",
+    "logs/s.log",
+]
 
 
 def fifo(path):
@@ -170,7 +191,9 @@ def endless(path):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("make", cases([fifo, device, endless, folder, nowhere, elsewhere], 0, 1, 2))
+@pytest.mark.parametrize(
+    "make", cases([fifo, device, endless, folder, nowhere, elsewhere], 0, 1, 2)
+)
 def test_what_is_no_file_of_the_run_is_not_read(run, tmp_path, name, make):
     (run / name).unlink(missing_ok=True)
     (tmp_path / "out").mkdir()
@@ -191,7 +214,8 @@ def test_a_folder_of_a_run_is_not_a_link(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [DEEP, "[]", '{"schema_version": 5, "engines": []}', '{"schema_version": 5, "model": 1}', "\0"]
+    "text",
+    [DEEP, "[]", '{"schema_version": 5, "engines": []}', '{"schema_version": 5, "model": 1}', "\0"],
 )
 def test_metadata_of_another_form_is_a_message(run, text):
     (run / "run.json").write_text(text)
@@ -203,7 +227,11 @@ def test_the_metadata_of_a_record_set_the_limits_of_its_rerun_and_no_other_optio
     """`rolltap_allow` would let the program out."""
     limits = {"max_calls": 9, "allow": "*", "out": "/nowhere"}
     recorders = [{"engines": [ENGINE], "limits": limits, "images": "hide"}]
-    metadata = {**read_metadata(run), "engines": {ENGINE: {"max_model_len": 99}}, "recorders": recorders}
+    metadata = {
+        **read_metadata(run),
+        "engines": {ENGINE: {"max_model_len": 99}},
+        "recorders": recorders,
+    }
     (run / "run.json").write_text(json.dumps(metadata))
     recorder = Record.of(run, "s").rerun(tmp_path / "again", None, {})
     assert "rolltap_allow" not in recorder._options
@@ -215,7 +243,10 @@ def rewritten(path, columns, compression=None):
     """Write a file of one commit, whose rows have these columns."""
     schema = TABLES[path.name.partition("-")[0]]
     options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema, options=options) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, schema, options=options) as writer,
+    ):
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
@@ -256,7 +287,9 @@ def test_an_offset_outside_of_its_buffer_is_damage_in_every_column(run):
                 continue
             source = pa.BufferReader(whole)
             source.seek(offset)
-            column = pa.ipc.read_record_batch(pa.ipc.read_message(source), batch.schema).column(name)
+            column = pa.ipc.read_record_batch(pa.ipc.read_message(source), batch.schema).column(
+                name
+            )
             offsets = column.buffers()[1]
             last = offsets.address - pa.py_buffer(whole).address + 4 * batch.num_rows
             path.write_bytes(whole[:last] + (2**30).to_bytes(4, "little") + whole[last + 4 :])
@@ -268,15 +301,23 @@ def test_an_offset_outside_of_its_buffer_is_damage_in_every_column(run):
 def test_a_hostile_run_takes_no_more_memory_than_its_size(tmp_path):
     """A text of 300 MB, a file of nothing but markers, and a sparse one of a terabyte."""
     run = sound_run(tmp_path / "run")
-    add_row(run, "calls", call_id="z", messages='[{"role": "user", "content": "' + "a" * 300_000_000 + '"}]')
+    add_row(
+        run,
+        "calls",
+        call_id="z",
+        messages='[{"role": "user", "content": "' + "a" * 300_000_000 + '"}]',
+    )
     (run / "events-0-0.arrow").write_bytes(
         run_files(run, "events")[0].read_bytes() + b"\xff\xff\xff\xff\x08\0\0\0" * 2**20
     )
     program = (
         "import sys; from pathlib import Path; from tests.security.run_folders import *\n"
-        "for read in commands(Path(sys.argv[1]), Path(sys.argv[2])).values(): attempt(read, 300_000_000)\n"
+        "for read in commands(Path(sys.argv[1]), Path(sys.argv[2])).values(): attempt(read,"
+        " 300_000_000)\n"
         "print(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])"
     )
-    done = subprocess.run([sys.executable, "-c", program, run, tmp_path / "out"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, run, tmp_path / "out"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) * 1024 < 2**30 + 300_000_000

@@ -1,4 +1,5 @@
-"""A secret that a harness puts anywhere in a request, other than in its conversation and its tools, is not stored."""
+"""A secret that a harness puts anywhere in a request, other than in its conversation and its tools,
+is not stored."""
 
 import copy
 import functools
@@ -45,8 +46,9 @@ REQUESTS = {
         "logit_bias": {"1": 1},
         "prediction": {"type": "content", "content": "x"},
         **fields(
-            "temperature top_p seed n max_tokens reasoning_effort user verbosity service_tier store prompt_cache_key "
-            "safety_identifier functions logprobs modalities stream parallel_tool_calls audio function_call unknown"
+            "temperature top_p seed n max_tokens reasoning_effort user verbosity service_tier store"
+            " prompt_cache_key safety_identifier functions logprobs modalities stream"
+            " parallel_tool_calls audio function_call unknown"
         ),
     },
     "/v1/responses": {
@@ -60,9 +62,9 @@ REQUESTS = {
         "metadata": {"x": "x"},
         "include": ["reasoning.encrypted_content"],
         **fields(
-            "temperature top_p max_output_tokens service_tier truncation prompt_cache_key store max_tool_calls user "
-            "conversation prompt background top_logprobs previous_response_id stream parallel_tool_calls unknown "
-            "safety_identifier"
+            "temperature top_p max_output_tokens service_tier truncation prompt_cache_key store"
+            " max_tool_calls user conversation prompt background top_logprobs previous_response_id"
+            " stream parallel_tool_calls unknown safety_identifier"
         ),
     },
     "/v1/messages": {
@@ -70,17 +72,29 @@ REQUESTS = {
         "messages": [USER],
         "tools": [
             {"name": "look", "input_schema": {"type": "object"}},
-            {"type": "web_search_20250305", "name": "web_search", "allowed_domains": ["x"], **LOCATION},
+            {
+                "type": "web_search_20250305",
+                "name": "web_search",
+                "allowed_domains": ["x"],
+                **LOCATION,
+            },
             {"type": "mcp_toolset", "mcp_server_name": "x", "configs": {"x": {"enabled": True}}},
         ],
-        "mcp_servers": [{"type": "url", "name": "x", "url": "https://example.org", "authorization_token": "x"}],
+        "mcp_servers": [
+            {"type": "url", "name": "x", "url": "https://example.org", "authorization_token": "x"}
+        ],
         "tool_choice": {"type": "tool", "name": "look"},
         "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
         "output_config": {"effort": "low", "format": {"type": "text"}},
-        "context_management": {"edits": [{"type": "clear_tool_uses_20250919", "exclude_tools": ["x"]}]},
+        "context_management": {
+            "edits": [{"type": "clear_tool_uses_20250919", "exclude_tools": ["x"]}]
+        },
         "metadata": {"user_id": "x"},
         "diagnostics": {"previous_message_id": "x"},
-        **fields("temperature top_p top_k service_tier speed inference_geo container fallbacks fallback_credit_token"),
+        **fields(
+            "temperature top_p top_k service_tier speed inference_geo container fallbacks"
+            " fallback_credit_token"
+        ),
         **fields("user_profile_id stream unknown"),
     },
     "/v1beta/models/m:generateContent": {
@@ -88,7 +102,14 @@ REQUESTS = {
         "tools": [
             {"functionDeclarations": [FUNCTION]},
             {"googleMaps": {"authConfig": KEY}},
-            {"mcpServers": [{"name": "x", "streamableHttpTransport": {"url": "https://x", "headers": {"k": "x"}}}]},
+            {
+                "mcpServers": [
+                    {
+                        "name": "x",
+                        "streamableHttpTransport": {"url": "https://x", "headers": {"k": "x"}},
+                    }
+                ]
+            },
             {"retrieval": {"externalApi": {"endpoint": "https://x", "apiAuth": KEY}}},
         ],
         "toolConfig": {"functionCallingConfig": {"mode": "AUTO", "allowedFunctionNames": ["look"]}},
@@ -99,14 +120,28 @@ REQUESTS = {
             "responseModalities": ["TEXT"],
             "speechConfig": {"languageCode": "x"},
             "routingConfig": {"manualMode": {"modelName": "x"}},
-            **fields("temperature topP topK seed maxOutputTokens candidateCount logprobs responseLogprobs unknown"),
+            **fields(
+                "temperature topP topK seed maxOutputTokens candidateCount logprobs"
+                " responseLogprobs unknown"
+            ),
             **fields("responseMimeType mediaResolution"),
         },
         **fields("cachedContent serviceTier store unknown"),
     },
 }
-CONTENT = frozenset({"messages", "input", "contents", "function", "functionDeclarations", "parameters", "input_schema"})
-"""Fields that are recorded because they are the conversation or the tools. (`model`, `stop` and schemas are too.)"""
+CONTENT = frozenset(
+    {
+        "messages",
+        "input",
+        "contents",
+        "function",
+        "functionDeclarations",
+        "parameters",
+        "input_schema",
+    }
+)
+"""Fields that are recorded because they are the conversation or the tools. (`model`, `stop` and
+schemas are too.)"""
 HEADERS = [
     "x-codex-turn-metadata",
     "x-codex-parent-thread-id",
@@ -123,9 +158,19 @@ def places(value, path=()):
     """Yield the path of each value that is no part of the conversation."""
     if path:
         yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
-        is_tool = path[:1] == ("tools",) and isinstance(value, dict) and (key == "name" or value.get("name") == "look")
+        is_tool = (
+            path[:1] == ("tools",)
+            and isinstance(value, dict)
+            and (key == "name" or value.get("name") == "look")
+        )
         if key not in CONTENT and not is_tool:
             yield from places(inner, (*path, key))
 
@@ -136,14 +181,16 @@ def at(request, path):
 
 
 def changed(request, path, key, value):
-    """Return a copy of the request with another value under `key` in the object or list at `path`."""
+    """Return a copy of the request with another value under `key` in the object or list at
+    `path`."""
     body = copy.deepcopy(request)
     at(body, path)[key] = value
     return body
 
 
 def variants(request):
-    """Yield the request with the secret in one place each: as a value, within a value, and as a key."""
+    """Yield the request with the secret in one place each: as a value, within a value, and as a
+    key."""
     url = f"https://user:{SECRET}@example.org/{SECRET}?key={SECRET}"
     for path in places(request):
         for value in (SECRET, {SECRET: SECRET}, [SECRET], url):
@@ -153,14 +200,21 @@ def variants(request):
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-async def test_no_option_metadata_or_hosted_tool_brings_a_secret_into_the_run(path, harness, scripted_engine, caplog):  # noqa: F811
+async def test_no_option_metadata_or_hosted_tool_brings_a_secret_into_the_run(
+    path,
+    harness,  # noqa: F811
+    scripted_engine,
+    caplog,
+):
     scripted_engine.otherwise = lambda request: Say("Hi.")
     statuses = []
 
     async def send(body, headers, query=""):
         headers = {**harness.endpoint.headers("s1", "api"), **headers}
         url = harness.url(path + query)
-        async with harness.client.post(url, data=json.dumps(body).encode(), headers=headers) as response:
+        async with harness.client.post(
+            url, data=json.dumps(body).encode(), headers=headers
+        ) as response:
             await response.read()
             statuses.append(response.status)
 

@@ -1,4 +1,5 @@
-"""Attacks on the rollout service by HTTP: none starves it, stops other sessions, or runs code with a page's cookie."""
+"""Attacks on the rollout service by HTTP: none starves it, stops other sessions, or runs code with
+a page's cookie."""
 
 import asyncio
 import contextlib
@@ -35,7 +36,9 @@ MOST = 10
 async def groups(tmp_path):
     recorder = SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9")
     worker = SimpleNamespace(recorder=recorder, runtime=SandboxRuntime(), harness=None)
-    groups = Groups(worker, [Task(id="words", instruction="go", evaluate=["true"])], most=10_000, share=0.5)
+    groups = Groups(
+        worker, [Task(id="words", instruction="go", evaluate=["true"])], most=10_000, share=0.5
+    )
     await groups.load()
     yield groups
     groups.journal.close()
@@ -45,7 +48,12 @@ async def groups(tmp_path):
 async def address(groups):
     """The address of a service in this process, without a recorder."""
     config = uvicorn.Config(
-        make_app(groups, TOKEN), port=0, http=Connection, ws="none", lifespan="off", limit_concurrency=MOST
+        make_app(groups, TOKEN),
+        port=0,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        limit_concurrency=MOST,
     )
     config.timeout_graceful_shutdown = 1
     config.load()
@@ -59,7 +67,9 @@ async def address(groups):
 @pytest.fixture
 async def client(address):
     host, port = address
-    async with httpx.AsyncClient(base_url=f"http://{host}:{port}", headers=BEARER, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://{host}:{port}", headers=BEARER, trust_env=False
+    ) as client:
         yield client
 
 
@@ -104,21 +114,37 @@ CANNOT_RUN = {
 @pytest.mark.parametrize("case", CANNOT_RUN)
 async def test_what_can_never_run_is_refused_and_nothing_is_accepted(client, groups, case):
     body = json.dumps(CANNOT_RUN[case])
-    answer = await client.post("/groups", content=body, headers={"content-type": "application/json"})
+    answer = await client.post(
+        "/groups", content=body, headers={"content-type": "application/json"}
+    )
     assert (answer.status_code, bool(answer.json()["error"])) == (422, True)
     assert len(groups.journal) == 0
 
 
 async def test_what_is_no_utf8_or_nested_without_end_is_refused(client):
-    for body in (b'{"task": "\xff"}', b'{"task": ' + b"[" * 1_000_000, b'{"sessions": ' + b"9" * 10_000 + b"}"):
-        answer = await client.post("/groups", content=body, headers={"content-type": "application/json"})
+    for body in (
+        b'{"task": "\xff"}',
+        b'{"task": ' + b"[" * 1_000_000,
+        b'{"sessions": ' + b"9" * 10_000 + b"}",
+    ):
+        answer = await client.post(
+            "/groups", content=body, headers={"content-type": "application/json"}
+        )
         assert (answer.status_code in (400, 422), bool(answer.json()["error"])) == (True, True)
 
 
 async def test_no_two_groups_have_a_session_of_the_same_id(client):
     ids = []
-    for name, sessions in (("p", ["0"]), ("p-0", ["0"]), ("p-0-0", ["0"]), ("p", ["0-0"]), ("p-0", ["0-0"])):
-        answer = await client.post("/groups", json={"task": "words", "id": name, "sessions": sessions})
+    for name, sessions in (
+        ("p", ["0"]),
+        ("p-0", ["0"]),
+        ("p-0-0", ["0"]),
+        ("p", ["0-0"]),
+        ("p-0", ["0-0"]),
+    ):
+        answer = await client.post(
+            "/groups", json={"task": "words", "id": name, "sessions": sessions}
+        )
         ids += answer.json().get("session_ids", [])
     assert len(ids) == len({*ids}) == 3
 
@@ -156,17 +182,23 @@ async def connect(address):
         raw.writer.close()
 
 
-POST = b"POST /groups HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 4000000\r\n"
+POST = (
+    b"POST /groups HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length:"
+    b" 4000000\r\n"
+)
 
 
 @pytest.mark.parametrize(
-    ("path", "status"), [("/groups", 401), ("/nowhere", 401), ("/view/", 401), ("/health", 405), ("/docs", 405)]
+    ("path", "status"),
+    [("/groups", 401), ("/nowhere", 401), ("/view/", 401), ("/health", 405), ("/docs", 405)],
 )
 async def test_a_body_without_the_token_is_not_read(connect, path, status):
     raw = await connect()
     await raw.send(POST.replace(b"/groups", path.encode()) + b"\r\n")  # and nothing of the body
     assert await raw.reader.readexactly(12) == b"HTTP/1.1 %d" % status
-    assert (b"connection: close" in await raw.reader.readuntil(b"\r\n\r\n")) == (path in ("/groups", "/nowhere"))
+    assert (b"connection: close" in await raw.reader.readuntil(b"\r\n\r\n")) == (
+        path in ("/groups", "/nowhere")
+    )
 
 
 async def test_a_body_that_never_ends_is_given_up(connect, monkeypatch):
@@ -174,10 +206,15 @@ async def test_a_body_that_never_ends_is_given_up(connect, monkeypatch):
     raw = await connect()
     await raw.send(POST + b"authorization: Bearer " + TOKEN.encode() + b"\r\n\r\n{")
     answer = await raw.rest()
-    assert (answer.startswith(b"HTTP/1.1 408 "), b"was not complete after 0.2 s" in answer) == (True, True)
+    assert (answer.startswith(b"HTTP/1.1 408 "), b"was not complete after 0.2 s" in answer) == (
+        True,
+        True,
+    )
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: ", b"GET /docs HTTP/1.1\r\nhost: x\r\n\r\nGET"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /health HTTP/1.1\r\nx: ", b"GET /docs HTTP/1.1\r\nhost: x\r\n\r\nGET"]
+)
 async def test_a_connection_that_asks_for_nothing_is_closed(connect, monkeypatch, sent):
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.2)
     raw = await connect()
@@ -236,7 +273,9 @@ async def test_many_who_ask_for_the_health_ask_the_engines_once(groups, client, 
 
 
 async def test_without_descriptors_it_says_so_and_blames_no_engine(groups, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")), 1 << 20))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")), 1 << 20)
+    )
     health = groups.recorded.health()
     assert health.problems[0].startswith("too many open files: ")
     assert not any("does not answer" in problem for problem in health.problems + health.warnings)
@@ -251,7 +290,9 @@ def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):
     assert share_limit(512, 8) == 112
     assert share_limit(256, 8) == 8
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(InputError, match="too few files may be open: 64, and a recorder needs 256: raise the limit"):
+    with pytest.raises(
+        InputError, match="too few files may be open: 64, and a recorder needs 256: raise the limit"
+    ):
         raise_limit()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
     assert too_many_files() is None
@@ -266,7 +307,9 @@ async def test_the_cookie_of_the_page_reads_and_runs_nothing(client):
         assert (await browser.get("/view/")).status_code == 200
         for token in (cookie, cookie[:-1]):
             bearer = {"authorization": f"Bearer {token}"}
-            assert (await browser.post("/groups", json={"task": "words"}, headers=bearer)).status_code == 401
+            assert (
+                await browser.post("/groups", json={"task": "words"}, headers=bearer)
+            ).status_code == 401
             assert (await browser.get("/policy", headers=bearer)).status_code == 401
         assert (await browser.get(f"/view/?token={cookie}")).status_code == 303
 

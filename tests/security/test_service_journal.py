@@ -1,4 +1,5 @@
-"""Journals that are damaged or hostile: a start takes what can be used, names the rest, and ends in no traceback."""
+"""Journals that are damaged or hostile: a start takes what can be used, names the rest, and ends in
+no traceback."""
 
 import json
 import random
@@ -31,10 +32,14 @@ async def write_journal(run):
     view = {"status": "completed", "reward": 1.0, "policy_version": "default", "error": None}
     counts = {"sampled": 3, "left_out": {"stale": 1}}
     for name in ("ended-0", "ended-1", "open-0"):
-        await groups.journal.add("session", id=name.partition("-")[0], session_id=name, **view, **counts)
+        await groups.journal.add(
+            "session", id=name.partition("-")[0], session_id=name, **view, **counts
+        )
     ids = ["ended-0", "ended-1"]
     rewards = dict.fromkeys(ids, 1.0)
-    await groups.journal.add("ended", id="ended", state="ended", session_ids=ids, rewards=rewards, **counts)
+    await groups.journal.add(
+        "ended", id="ended", state="ended", session_ids=ids, rewards=rewards, **counts
+    )
     await groups.journal.add("cancelled", id="cancelled")
     await groups.journal.add("policy", version="7", adapter=None)
     groups.journal.close()
@@ -67,7 +72,9 @@ def edited(journal, number, **fields):
     """Return a journal whose event with a number has other fields; without a value it has none."""
     lines = journal.splitlines()
     event = json.loads(lines[number]) | fields
-    lines[number] = json.dumps({name: value for name, value in event.items() if value is not ...}).encode()
+    lines[number] = json.dumps(
+        {name: value for name, value in event.items() if value is not ...}
+    ).encode()
     return b"\n".join(lines) + b"\n"
 
 
@@ -102,7 +109,9 @@ USELESS = {
 
 
 @pytest.mark.parametrize("case", USELESS)
-async def test_a_line_that_cannot_be_used_is_named_and_the_rest_is_taken(journal, tmp_path, caplog, case):
+async def test_a_line_that_cannot_be_used_is_named_and_the_rest_is_taken(
+    journal, tmp_path, caplog, case
+):
     number, fields = USELESS[case]
     groups = await load(tmp_path, edited(journal, number, **fields))
     assert number in groups.journal.set_aside
@@ -111,8 +120,12 @@ async def test_a_line_that_cannot_be_used_is_named_and_the_rest_is_taken(journal
     assert groups.book.accepted.keys() == accepted | {"after"}
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"kind": 1e999}', b""])
-async def test_a_line_that_is_no_event_is_named_and_the_rest_is_taken(journal, tmp_path, caplog, line):
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"kind": 1e999}', b""]
+)
+async def test_a_line_that_is_no_event_is_named_and_the_rest_is_taken(
+    journal, tmp_path, caplog, line
+):
     lines = journal.splitlines()
     lines[9] = line
     groups = await load(tmp_path, b"\n".join(lines) + b"\n")
@@ -121,7 +134,9 @@ async def test_a_line_that_is_no_event_is_named_and_the_rest_is_taken(journal, t
 
 
 @pytest.mark.parametrize("task", ["nowhere", HUGE, {"id": "own"}])
-async def test_a_group_whose_task_cannot_be_run_says_why_and_others_run(journal, tmp_path, caplog, task):
+async def test_a_group_whose_task_cannot_be_run_says_why_and_others_run(
+    journal, tmp_path, caplog, task
+):
     groups = await load(tmp_path, edited(journal, 3, request=request(task=task)))
     assert groups.view("open").problem
     assert (groups.view("open").state, groups.view("cancelled").problem) == ("open", None)
@@ -133,14 +148,31 @@ async def test_a_task_that_was_changed_meanwhile_keeps_its_groups_from_running(j
     assert "which has another content now: load it as it was" in groups.view("open").problem
 
 
-@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()]
+)
 async def test_a_journal_that_is_no_regular_file_is_refused(tmp_path, make):
     make(tmp_path / JOURNAL)
     with pytest.raises(RolltapError, match="is no regular file"):
         groups_in(tmp_path)
 
 
-VALUES = [None, True, -1, 1e308, 1 << 70, "", "\ud800", "\0", [], {}, "x" * 300, "open", "ended-0", [[["0"]]]]
+VALUES = [
+    None,
+    True,
+    -1,
+    1e308,
+    1 << 70,
+    "",
+    "\ud800",
+    "\0",
+    [],
+    {},
+    "x" * 300,
+    "open",
+    "ended-0",
+    [[["0"]]],
+]
 
 
 def damage(journal, chance):
@@ -151,7 +183,11 @@ def damage(journal, chance):
         line = chance.randrange(len(lines))
         match chance.choice(("flip", "cut", "swap", "repeat", "remove", "value", "noise")):
             case "flip":
-                journal = journal[:place] + bytes([journal[place] ^ 1 << chance.randrange(8)]) + journal[place + 1 :]
+                journal = (
+                    journal[:place]
+                    + bytes([journal[place] ^ 1 << chance.randrange(8)])
+                    + journal[place + 1 :]
+                )
             case "cut":
                 journal = journal[:place] + journal[place + chance.randrange(80) :]
             case "swap":

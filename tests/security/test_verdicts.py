@@ -1,4 +1,5 @@
-"""Attacks on what a judge says and reads, and ordinary solutions that must earn what they should."""
+"""Attacks on what a judge says and reads, and ordinary solutions that must earn what they
+should."""
 
 import os
 import shutil
@@ -25,15 +26,23 @@ class Container(ContainerRuntime):
         shutil.rmtree(root, ignore_errors=True)
         for folder in ("etc", "tmp", "logs", "rolltap/tools"):
             (root / folder).mkdir(parents=True)
-        return super().box(replace(spec, image=str(root), mounts=[*system_root(root), *spec.mounts]))
+        return super().box(
+            replace(spec, image=str(root), mounts=[*system_root(root), *spec.mounts])
+        )
 
 
 TESTS = {"tests/test_calc.py": "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n"}
 CALC = {"calc.py": "def add(a, b): return a - b\n"}
 RIGHT = {"calc.py": "def add(a, b): return a + b\n"}
 START = {**CALC, **TESTS}
-CHILD = "import subprocess\ndef test_tool(): assert subprocess.run(['sh', 'tool.sh'], stdout=-1).stdout == b'4'\n"
-CHECK = "import subprocess, sys\nout = subprocess.run([sys.executable, 'calc.py'], capture_output=True).stdout\n"
+CHILD = (
+    "import subprocess\ndef test_tool(): assert subprocess.run(['sh', 'tool.sh'], stdout=-1).stdout"
+    " == b'4'\n"
+)
+CHECK = (
+    "import subprocess, sys\nout = subprocess.run([sys.executable, 'calc.py'],"
+    " capture_output=True).stdout\n"
+)
 CHECK += "sys.exit(out.strip() != b'4')\n"
 PYTEST = {"kind": "pytest", "command": ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider"]}
 FORGED = "<testsuite><testcase classname='tests.test_tool' name='test_tool'/></testsuite>"
@@ -55,7 +64,11 @@ def command(*words, **fields):
 
 async def test_the_output_of_the_agents_program_is_no_reward(tmp_path):
     loud = "import sys\nprint(1000000, file=sys.stderr)\nprint('{\"reward\": 1}')\nprint(5)\n"
-    left = Left(tmp_path, {**CALC, "check.py": CHECK.replace(", capture_output=True", "")}, did={"calc.py": loud})
+    left = Left(
+        tmp_path,
+        {**CALC, "check.py": CHECK.replace(", capture_output=True", "")},
+        did={"calc.py": loud},
+    )
     judged = await left.judge(shell(f"{PYTHON} -c 'import calc'; exit 1"))
     assert (judged.reward, "1000000" in left.log) == (0.0, True)
 
@@ -63,19 +76,31 @@ async def test_the_output_of_the_agents_program_is_no_reward(tmp_path):
 @sandboxed
 async def test_a_child_of_a_test_cannot_write_the_report(tmp_path):
     left = Left(
-        tmp_path, {"tool.sh": "printf 5", "tests/test_tool.py": CHILD}, SandboxRuntime(), did={"tool.sh": FORGES}
+        tmp_path,
+        {"tool.sh": "printf 5", "tests/test_tool.py": CHILD},
+        SandboxRuntime(),
+        did={"tool.sh": FORGES},
     )
     judged = await left.judge({**PYTEST, "fail_to_pass": ["tests/test_tool.py::test_tool"]})
-    assert (judged.reward, judged.evidence["tests"]) == (0.0, {"tests/test_tool.py::test_tool": "failed"}), left.log
+    assert (judged.reward, judged.evidence["tests"]) == (
+        0.0,
+        {"tests/test_tool.py::test_tool": "failed"},
+    ), left.log
 
 
 @pytest.mark.parametrize("runtime", [ProcessRuntime, pytest.param(SandboxRuntime, marks=sandboxed)])
 async def test_a_child_of_a_shell_turns_its_reward_into_no_other_one(tmp_path, runtime):
     writes = "printf 1. > $ROLLTAP_REWARD_FILE; for i in 3 4 5 6 7 8 9; do printf 1. >&$i; done"
     left = Left(tmp_path, {"tool.sh": ""}, runtime(), did={"tool.sh": writes})
-    spec = {**shell("sh ./tool.sh; echo 0 > $ROLLTAP_REWARD_FILE", result="number"), "paths": ["tool.sh"]}
+    spec = {
+        **shell("sh ./tool.sh; echo 0 > $ROLLTAP_REWARD_FILE", result="number"),
+        "paths": ["tool.sh"],
+    }
     judged = await left.judge(spec)
-    assert (judged.reward, judged.evidence["forged_report"]) == (0.0, "its verdict was written 2 times")
+    assert (judged.reward, judged.evidence["forged_report"]) == (
+        0.0,
+        "its verdict was written 2 times",
+    )
 
 
 async def test_verdicts_come_out_of_a_container_and_a_missing_judge_is_unjudged_there(tmp_path):
@@ -88,24 +113,36 @@ async def test_verdicts_come_out_of_a_container_and_a_missing_judge_is_unjudged_
     left.do({"tool.sh": "printf 4; ( exec 3<> /proc/$PPID/mem ) && echo ESCAPED >&2"})
     assert (await left.judge(by_file)).reward == 1.0, left.log
     assert ("ESCAPED" in left.log, "Read-only" in left.log) == (False, True)
-    assert (await left.judge(command("python3", "check.py", result="number"))).reward == 0.5, left.log
+    assert (await left.judge(command("python3", "check.py", result="number"))).reward == 0.5, (
+        left.log
+    )
     assert "could not be started" in (await left.judge(command("no-such-judge"))).unjudged
 
 
 async def test_who_runs_before_pytest_cannot_write_its_report(tmp_path):
     text = "<testsuites><testcase classname='tests.test_calc' name='test_add'/></testsuites>"
-    forges = f"import os\npipe = os.environ['ROLLTAP_REPORT']\nopen(pipe, 'w').write('\\0' + {text!r})\n"
+    forges = (
+        f"import os\npipe = os.environ['ROLLTAP_REPORT']\nopen(pipe, 'w').write('\\0' + {text!r})\n"
+    )
     forges += "os.rename(pipe, pipe + '1')\nopen(pipe, 'w').close()\n"
     left = Left(tmp_path, {"tool.py": "", **START}, did={"tool.py": forges})
-    spec = {**PYTEST, "command": ["sh", "-c", f"{PYTHON} tool.py; {PYTHON} -m pytest -q"], "paths": ["tool.py"]}
+    spec = {
+        **PYTEST,
+        "command": ["sh", "-c", f"{PYTHON} tool.py; {PYTHON} -m pytest -q"],
+        "paths": ["tool.py"],
+    }
     spec["fail_to_pass"] = ["tests/test_calc.py::test_add"]
     assert (await left.judge(spec)).reward in ((0.0, 1.0) if os.geteuid() == 0 else (0.0,))
-    boxed = Left(tmp_path / "boxed", {"tool.py": "", **START}, SandboxRuntime(), did={"tool.py": forges})
+    boxed = Left(
+        tmp_path / "boxed", {"tool.py": "", **START}, SandboxRuntime(), did={"tool.py": forges}
+    )
     spec["command"] = ["sh", "-c", "python3 tool.py; python3 -m pytest -q"]
     assert (await boxed.judge(spec)).reward == 0.0, boxed.log
 
 
-async def test_a_link_of_the_judges_is_compared_and_a_mount_below_the_workspace_is_its_own(tmp_path):
+async def test_a_link_of_the_judges_is_compared_and_a_mount_below_the_workspace_is_its_own(
+    tmp_path,
+):
     replaces = "import os; os.unlink('check.py'); open('check.py', 'w').write('')"
     left = Left(tmp_path, {"tools/real.py": "raise SystemExit(1)", "calc.py": ""})
     for folder in (left.start.folder, left.workspace):
@@ -120,18 +157,28 @@ async def test_a_link_of_the_judges_is_compared_and_a_mount_below_the_workspace_
 
 SCRIPT = "import os\nos.write(int(os.environ['ROLLTAP_REWARD_FD']), b'0.5')\n"
 BY_FILE = 'test "$(sh ./tool.sh)" = 4 && echo 1 > /logs/reward.txt || echo 0 > /logs/reward.txt'
-VERIFIER = {"mounts": {}, "writable": ["/logs"], "reward_files": ["/logs/reward.txt", "/logs/reward.json"]}
+VERIFIER = {
+    "mounts": {},
+    "writable": ["/logs"],
+    "reward_files": ["/logs/reward.txt", "/logs/reward.json"],
+}
 AT_FILES = {
     "written": "echo 1 > /logs/reward.txt",
     "written as JSON": """echo '{"reward": 1}' > /logs/reward.json""",
     "written as the begin of another number": "printf 1. > /logs/reward.txt",
-    "removed and written": "echo 1 > /logs/reward.txt; rm -f /logs/reward.txt; echo 1 > /logs/reward.txt",
-    "replaced by a file": "echo 1 > /logs/r; mv -f /logs/r /logs/reward.txt; echo 1 > /logs/reward.txt",
+    "removed and written": (
+        "echo 1 > /logs/reward.txt; rm -f /logs/reward.txt; echo 1 > /logs/reward.txt"
+    ),
+    "replaced by a file": (
+        "echo 1 > /logs/r; mv -f /logs/r /logs/reward.txt; echo 1 > /logs/reward.txt"
+    ),
     "in another folder": "mv /logs /other; mkdir /logs; echo 1 > /logs/reward.txt",
-    "read": "chmod 666 /logs/reward.txt; (timeout 5 cat /logs/reward.txt &); echo 1 > /logs/reward.txt",
+    "read": (
+        "chmod 666 /logs/reward.txt; (timeout 5 cat /logs/reward.txt &); echo 1 > /logs/reward.txt"
+    ),
     "written where the judge has no descriptors left": (
-        "for p in /proc/[0-9]*; do [ $p = /proc/$$ ] || prlimit --pid ${p#/proc/} --nofile=3:3; done 2> /dev/null\n"
-        "echo 1 > /logs/reward.txt"
+        "for p in /proc/[0-9]*; do [ $p = /proc/$$ ] || prlimit --pid ${p#/proc/} --nofile=3:3;"
+        " done 2> /dev/null\necho 1 > /logs/reward.txt"
     ),
     "written by what stays": "(while :; do echo 1; done > /logs/reward.txt &) 2> /dev/null",
 }
@@ -154,7 +201,9 @@ run("out.txt", sys.executable, "calc.py")
 run("wrong.txt", "diff", "out.txt", "right.txt")
 os.write(int(os.environ["ROLLTAP_REWARD_FD"]), b"0" if os.path.getsize("wrong.txt") else b"1")
 """
-LOWERS = "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))\nprint(5)\n"
+LOWERS = (
+    "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))\nprint(5)\n"
+)
 
 
 @pytest.mark.parametrize("own", ["", "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"])
@@ -162,9 +211,14 @@ async def test_a_script_whose_limits_the_agents_program_lowers_gives_no_reward(t
     start = {"calc.py": "print(5)\n", "right.txt": "4\n", "check.py": DIFFERS.replace("OWN", own)}
     left = Left(tmp_path, start, did={"calc.py": LOWERS})
     judged = await left.judge(command(PYTHON, "check.py", result="number", paths=["calc.py"]))
-    assert (judged.reward, judged.evidence["rewritten"][-1:]) == (0.0, ["limits of the judge: RLIMIT_FSIZE"]), left.log
+    assert (judged.reward, judged.evidence["rewritten"][-1:]) == (
+        0.0,
+        ["limits of the judge: RLIMIT_FSIZE"],
+    ), left.log
     left.do({"calc.py": "print(4)\n"})
-    assert (await left.judge(command(PYTHON, "check.py", result="number", paths=["calc.py"]))).reward == 1.0, left.log
+    assert (
+        await left.judge(command(PYTHON, "check.py", result="number", paths=["calc.py"]))
+    ).reward == 1.0, left.log
 
 
 IMPORTS = "python3 -c 'import calc'"
@@ -172,14 +226,34 @@ RUN = "#!/bin/sh\ncd ${0%/*}/.. && exec python3 check.py\n"
 USES_HELPER = "try: import helper\nexcept ImportError: pass\n"
 EXITS = "raise SystemExit(0)\n"
 TAKEN = {
-    "the target of make": ("make -s it || exit 1", {"Makefile": "it:\n\tpython3 check.py\n"}, {"Makefile": "it:\n"}),
-    "a script in a shell": ("cd tools; ./run.sh", {"tools/run.sh": RUN}, {"tools/run.sh": "#!/bin/sh\n"}),
+    "the target of make": (
+        "make -s it || exit 1",
+        {"Makefile": "it:\n\tpython3 check.py\n"},
+        {"Makefile": "it:\n"},
+    ),
+    "a script in a shell": (
+        "cd tools; ./run.sh",
+        {"tools/run.sh": RUN},
+        {"tools/run.sh": "#!/bin/sh\n"},
+    ),
     "a script in a variable": ("x=check; python3 $x.py check.py", {}, {"check.py": ""}),
     "a module": ("python3 -m check", {}, {"check.py": ""}),
     "a module beside the script": ("python3 check.py", {}, {"subprocess.py": EXITS}),
-    "a library": ("python3 run/two.py", {"run/two.py": USES_HELPER + CHECK}, {"run/helper.py": EXITS}),
-    "a module before Python's": ("python3 -m unittest units", {"units.py": CHECK}, {"argparse.py": EXITS}),
-    "data of the tests": (f'test "$({IMPORTS})" = "$(cat tests/4)"', {"tests/4": "4\n"}, {"tests/4": "0\n"}),
+    "a library": (
+        "python3 run/two.py",
+        {"run/two.py": USES_HELPER + CHECK},
+        {"run/helper.py": EXITS},
+    ),
+    "a module before Python's": (
+        "python3 -m unittest units",
+        {"units.py": CHECK},
+        {"argparse.py": EXITS},
+    ),
+    "data of the tests": (
+        f'test "$({IMPORTS})" = "$(cat tests/4)"',
+        {"tests/4": "4\n"},
+        {"tests/4": "0\n"},
+    ),
     "what files name": ("./ci/go", {"ci/go": RUN}, {"ci/go": "#!/bin/sh\n"}),
 }
 PRINTS = {"calc.py": "print(2 - 2)\n", "check.py": CHECK}
@@ -203,21 +277,30 @@ async def test_what_is_the_judges_own_is_not_changed(tmp_path, what):
 
 DESELECTS = "addopts = --collect-only -q"
 SETTINGS = {
-    "a section that is there twice": {"setup.cfg": f"[tool:pytest]\n[metadata]\n[tool:pytest]\n{DESELECTS}\n"},
+    "a section that is there twice": {
+        "setup.cfg": f"[tool:pytest]\n[metadata]\n[tool:pytest]\n{DESELECTS}\n"
+    },
     "a byte order mark": {"setup.cfg": f"\ufeff[tool:pytest]\n{DESELECTS}\n"},
     "a key with a colon": {"setup.cfg": "[tool:pytest]\naddopts: --collect-only\n"},
-    "a line that configparser does not take": {"setup.cfg": f"[tool:pytest]\n{DESELECTS}\n[x]\nno value\n"},
+    "a line that configparser does not take": {
+        "setup.cfg": f"[tool:pytest]\n{DESELECTS}\n[x]\nno value\n"
+    },
     "a default section": {"setup.cfg": f"[DEFAULT]\na = %(b)s\n[tool:pytest]\n{DESELECTS}\n"},
     "a comment in the line of a section": {"setup.cfg": f"[tool:pytest] ; x\n{DESELECTS}\n"},
     "two megabytes before it": {"setup.cfg": "#" * (2 << 20) + f"\n[tool:pytest]\n{DESELECTS}\n"},
     "six megabytes before it": {"setup.cfg": "#" * (6 << 20) + f"\n[tool:pytest]\n{DESELECTS}\n"},
     "a dotted key": {"pyproject.toml": "tool.pytest.ini_options.addopts = '--collect-only'\n"},
-    "a quoted key": {"pyproject.toml": "[tool.'pytest'.\"ini_options\"]\naddopts = '--collect-only'\n"},
+    "a quoted key": {
+        "pyproject.toml": "[tool.'pytest'.\"ini_options\"]\naddopts = '--collect-only'\n"
+    },
     "pytest's own table": {"pyproject.toml": "[tool.pytest]\naddopts = ['--collect-only']\n"},
     "a file of its own": {"tests/pytest.ini": f"[pytest]\n{DESELECTS}\n"},
     "a hidden file": {".pytest.ini": f"[pytest]\n{DESELECTS}\n"},
     "tox": {"tox.ini": f"[pytest]\n{DESELECTS}\n"},
-    "a plugin in a hidden folder": {".pytest_cache/conftest.py": "", "src/conftest.py": "import os; os._exit(0)\n"},
+    "a plugin in a hidden folder": {
+        ".pytest_cache/conftest.py": "",
+        "src/conftest.py": "import os; os._exit(0)\n",
+    },
 }
 
 
@@ -226,7 +309,13 @@ BY_REPORT = {**PYTEST, "command": [PYTHON, "-m", "pytest"]}
 
 @pytest.mark.parametrize("what", cases(SETTINGS, 0, 8))
 @pytest.mark.parametrize(
-    "spec", cases([command("sh", "-c", f"exec {PYTHON} -mpytest"), {**PYTEST, "command": [PYTHON, "-mpytest"]}])
+    "spec",
+    cases(
+        [
+            command("sh", "-c", f"exec {PYTHON} -mpytest"),
+            {**PYTEST, "command": [PYTHON, "-mpytest"]},
+        ]
+    ),
 )
 @pytest.mark.parametrize("paths", cases([None, ["**"]], 1))
 async def test_settings_of_test_runners_are_not_the_agents(tmp_path, what, spec, paths):
@@ -241,7 +330,10 @@ BY_PYTEST = command(PYTHON, "-m", "pytest", "-q")
 UNITTEST = command(PYTHON, "-m", "unittest", "discover", "-q", "tests")
 UNITS = "import unittest, sys\nsys.path += ['.']\nimport calc\nclass T(unittest.TestCase):\n"
 UNITS += "    def test(self): self.assertEqual(calc.add(2, 2), 4)\n"
-WRITES = "import calc, pathlib\ndef test_w():\n    (pathlib.Path(__file__).parent / 'data/out.txt').write_text('4')\n"
+WRITES = (
+    "import calc, pathlib\ndef test_w():\n    (pathlib.Path(__file__).parent /"
+    " 'data/out.txt').write_text('4')\n"
+)
 WRITES += "    assert calc.add(2, 2) == 4\n"
 GIVES_4 = 'test "$(python3 main.py)" = 4'
 ANSWER = 'test "$(cat answer.txt)" = 1'
@@ -262,8 +354,16 @@ HONEST = {
         command("sh", "test/index.sh"),
         {"src/index.sh": "echo 4\n"},
     ),
-    "two pytests in one command": (START, shell(f"{PYTHON} -m pytest -q && {PYTHON} -m pytest -q"), RIGHT),
-    "a path of Python in the command": (START, shell(f"PYTHONPATH=src {PYTHON} -m pytest -q || exit 1"), RIGHT),
+    "two pytests in one command": (
+        START,
+        shell(f"{PYTHON} -m pytest -q && {PYTHON} -m pytest -q"),
+        RIGHT,
+    ),
+    "a path of Python in the command": (
+        START,
+        shell(f"PYTHONPATH=src {PYTHON} -m pytest -q || exit 1"),
+        RIGHT,
+    ),
     "another folder": (
         {f"back/{name}": text for name, text in START.items()},
         shell(f"cd back && {PYTHON} -m pytest -q"),
@@ -278,7 +378,11 @@ HONEST = {
     "a mended function, by the report": (START, BY_REPORT, RIGHT),
     "unittest": ({"tests/test_u.py": UNITS, **CALC}, UNITTEST, RIGHT),
     "an answer in a new file": ({"a.txt": ""}, shell(ANSWER), {"answer.txt": "1\n"}),
-    "an answer in an old file": ({"answer.txt": ""}, shell(ANSWER, paths=["answer.txt"]), {"answer.txt": "1\n"}),
+    "an answer in an old file": (
+        {"answer.txt": ""},
+        shell(ANSWER, paths=["answer.txt"]),
+        {"answer.txt": "1\n"},
+    ),
     "src/types.py": (START, BY_PYTEST, {"src/types.py": "X = 1\n", **RIGHT}),
     "queue.py in a package": (
         {"shop/__init__.py": "", **MAIN},
@@ -307,7 +411,9 @@ HONEST = {
     ),
     "a dependency in pyproject.toml": (
         {"pyproject.toml": PYPROJECT, **START},
-        shell(f"grep -q attrs pyproject.toml && {PYTHON} -m pytest", paths=["pyproject.toml", "*.py"]),
+        shell(
+            f"grep -q attrs pyproject.toml && {PYTHON} -m pytest", paths=["pyproject.toml", "*.py"]
+        ),
         {"pyproject.toml": PYPROJECT + "dependencies = ['attrs']\n", **RIGHT},
     ),
     "a dependency in pyproject.toml beside the change": (
@@ -325,7 +431,11 @@ HONEST = {
         shell("grep -q left-pad package.json", paths=["package.json"]),
         {"package.json": SCRIPTS + ', "dependencies": {"left-pad": "1"}}'},
     ),
-    "tests of one's own": (START, BY_PYTEST, {**RIGHT, "tests/test_more.py": "def test_it(): assert 0\n"}),
+    "tests of one's own": (
+        START,
+        BY_PYTEST,
+        {**RIGHT, "tests/test_more.py": "def test_it(): assert 0\n"},
+    ),
     "tests that were asked for": (
         {**RIGHT, "grade.sh": f"{PYTHON} -m pytest -q tests || exit 1"},
         command("sh", "grade.sh", paths=["tests/**"]),
@@ -346,8 +456,16 @@ HONEST = {
         shell('test "$(sh sort.sh a.txt | head -1)" = a', paths=["sort.sh"]),
         {"sort.sh": 'sort "$1"\n'},
     ),
-    "a deleted file": ({"old": "", "new": ""}, shell("test ! -e old -a -e new", paths=["old"]), {"old": None}),
-    "tests that write beside their data": ({**CALC, "tests/data/a": "", "tests/test_w.py": WRITES}, BY_PYTEST, RIGHT),
+    "a deleted file": (
+        {"old": "", "new": ""},
+        shell("test ! -e old -a -e new", paths=["old"]),
+        {"old": None},
+    ),
+    "tests that write beside their data": (
+        {**CALC, "tests/data/a": "", "tests/test_w.py": WRITES},
+        BY_PYTEST,
+        RIGHT,
+    ),
 }
 
 

@@ -26,11 +26,20 @@ def follow(parent, number, new_ids, completion_ids, **fields):
 
 
 def write_run(run):
-    """Write a run with 14 sampled tokens: two sessions with a row, of which one has a reward, and one without a row.
+    """Write a run with 14 sampled tokens: two sessions with a row, of which one has a reward, and
+    one without a row.
 
-    `s` has a main line of three calls, one of them aborted, a sub-agent and a side question. `t` and `u` have one call.
+    `s` has a main line of three calls, one of them aborted, a sub-agent and a side question. `t`
+    and `u` have one call.
     """
-    root = make_call("s", 0, [1, 2], [3, 4], messages='[{"role": "user", "content": "Go"}]', reply='{"content": "x"}')
+    root = make_call(
+        "s",
+        0,
+        [1, 2],
+        [3, 4],
+        messages='[{"role": "user", "content": "Go"}]',
+        reply='{"content": "x"}',
+    )
     turn = follow(root, 1, [5], [6, 7])
     error = "the engine at http://gpu-7.internal:8000 failed: gpu-7.internal:8000"
     failed = follow(turn, 2, [8], [9], status="aborted", error=error)

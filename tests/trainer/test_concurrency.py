@@ -97,7 +97,9 @@ def test_a_failure_is_not_kept_and_the_next_who_asks_may_be_in_another_event_loo
         return answer
 
     async def ask_three_times():
-        return await asyncio.gather(*(once.get("a", make) for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(
+            *(once.get("a", make) for _ in range(3)), return_exceptions=True
+        )
 
     first = asyncio.run(ask_three_times())
     assert [str(answer) for answer in first] == ["full", "7", "7"]
@@ -139,7 +141,10 @@ async def test_those_who_wait_for_one_that_is_cancelled_make_the_value_themselve
 
 
 @pytest.mark.parametrize(
-    ("given", "pauses"), [((0, 1.0), [None]), ((3, 1.0), [1, 2, 4, None]), ((3, 2.0, 5.0), [2, 4, 5, None])]
+    ("given", "pauses"),
+    [((0, 1.0), [None]), ((3, 1.0), [1, 2, 4, None]), ((3, 2.0, 5.0), [2, 4, 5, None])],
 )
-def test_pauses_between_attempts_grow_up_to_the_longest_and_none_comes_after_the_last(given, pauses):
+def test_pauses_between_attempts_grow_up_to_the_longest_and_none_comes_after_the_last(
+    given, pauses
+):
     assert list(backoff(*given)) == pauses

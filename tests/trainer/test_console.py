@@ -51,7 +51,9 @@ def test_a_line_comes_when_more_is_done_and_after_a_while_in_any_case(watch, sai
     assert said == ["0 of 2 sessions: 2 running", *["1 of 2 sessions: 1 running"] * 2]
 
 
-def test_an_engine_that_ceases_to_answer_is_told_at_once_and_again_and_so_is_its_return(watch, silent, said):
+def test_an_engine_that_ceases_to_answer_is_told_at_once_and_again_and_so_is_its_return(
+    watch, silent, said
+):
     watch.tick(5)
     silent.append(URL)
     for now in range(10, 50, 5):
@@ -69,10 +71,16 @@ def test_the_bar_has_the_same_facts(watch, silent, shown):
     watch.tick(5)
     watch.advance("1 of 2 sessions", 1, 2)
     gone = f"the engine at {URL} has not answered for 5 s"
-    assert shown == [("0 of 2 sessions", 0, 2), (f"0 of 2 sessions; {gone}", 0, 2), (f"1 of 2 sessions; {gone}", 1, 2)]
+    assert shown == [
+        ("0 of 2 sessions", 0, 2),
+        (f"0 of 2 sessions; {gone}", 0, 2),
+        (f"1 of 2 sessions; {gone}", 1, 2),
+    ]
 
 
-@pytest.mark.parametrize(("terminal", "bar", "lines"), [(False, True, True), (True, True, False), (True, False, True)])
+@pytest.mark.parametrize(
+    ("terminal", "bar", "lines"), [(False, True, True), (True, True, False), (True, False, True)]
+)
 def test_without_a_bar_there_are_lines(monkeypatch, terminal, bar, lines):
     monkeypatch.setattr(console, "ASK_SECONDS", 0.0)
     asked = Event()
@@ -93,7 +101,8 @@ def test_without_a_bar_there_are_lines(monkeypatch, terminal, bar, lines):
 
 
 @pytest.mark.parametrize(
-    ("variables", "nodes"), [({}, 1), ({"WORLD_SIZE": 8}, 1), ({"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}, 2)]
+    ("variables", "nodes"),
+    [({}, 1), ({"WORLD_SIZE": 8}, 1), ({"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}, 2)],
 )
 def test_the_launcher_says_on_how_many_nodes_it_started(monkeypatch, variables, nodes):
     for name, value in variables.items():

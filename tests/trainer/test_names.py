@@ -9,7 +9,14 @@ from rolltap.trainer.names import Seat, SessionName, Version, file_name, public_
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("s-1", "s-1"), ("a/b", "a%2Fb"), ("..", "%2E."), ("../x", "%2E.%2Fx"), (".x", "%2Ex"), ("%2E", "%252E")],
+    [
+        ("s-1", "s-1"),
+        ("a/b", "a%2Fb"),
+        ("..", "%2E."),
+        ("../x", "%2E.%2Fx"),
+        (".x", "%2Ex"),
+        ("%2E", "%252E"),
+    ],
 )
 def test_a_name_is_the_text_with_special_characters_of_paths_encoded(text, name):
     assert file_name(text) == name
@@ -59,7 +66,17 @@ def test_a_version_is_read_back_from_its_name(run, step, attempt):
 
 
 @pytest.mark.parametrize(
-    "name", ["default", "", "7", "1a2b3c4d.7", "1A2B3C4D.7.0", "1a2b3c4d.7.0.0", "1a2b3c4d.07.0", "1a2b3c4d.7.0\n"]
+    "name",
+    [
+        "default",
+        "",
+        "7",
+        "1a2b3c4d.7",
+        "1A2B3C4D.7.0",
+        "1a2b3c4d.7.0.0",
+        "1a2b3c4d.07.0",
+        "1a2b3c4d.7.0\n",
+    ],
 )
 def test_names_of_other_weights_are_no_version(name):
     assert Version.parse(name) is None
@@ -82,7 +99,12 @@ def test_a_session_is_read_back_from_its_id_and_attempts_share_their_place(sessi
         ("t-1a2b3c4d.0-3", "t-1a2b3c4d.0-3", 0, Seat("t-1a2b3c4d.0", 3, None)),
         ("t-1a2b3c4d.0-3~2", "t-1a2b3c4d.0-3", 2, Seat("t-1a2b3c4d.0", 3, None)),
         ("t-1a2b3c4d.7.1-3.2~1", "t-1a2b3c4d.7.1-3.2", 1, Seat("t-1a2b3c4d.7.1", 3, 2)),
-        ("fork~t-1a2b3c4d.7.1-3.2~1-0.4", "fork~t-1a2b3c4d.7.1-3.2~1-0.4", 0, Seat("fork~t-1a2b3c4d.7.1-3.2~1", 0, 4)),
+        (
+            "fork~t-1a2b3c4d.7.1-3.2~1-0.4",
+            "fork~t-1a2b3c4d.7.1-3.2~1-0.4",
+            0,
+            Seat("fork~t-1a2b3c4d.7.1-3.2~1", 0, 4),
+        ),
         ("group-name", "group-name", 0, None),
         ("t-1~0", "t-1~0", 0, None),
         ("t-1.2.3", "t-1.2.3", 0, None),

@@ -1,4 +1,5 @@
-"""Tests of rolltap as it is installed. tests/run.sh runs them in environments that have the wheel and no checkout."""
+"""Tests of rolltap as it is installed. tests/run.sh runs them in environments that have the wheel
+and no checkout."""
 
 import sysconfig
 from pathlib import Path

@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def run(*command):
-    return subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(
+        list(map(str, command)), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 def python(*arguments):

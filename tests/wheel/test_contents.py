@@ -24,19 +24,31 @@ def place(path):
 
 def test_every_part_of_rolltap_is_the_installed_one():
     for module in (rolltap, rolltap.addons, rolltap.harnesses, rolltap.trainer):
-        assert all(Path(path).is_relative_to(sysconfig.get_path("purelib")) for path in module.__path__)
+        assert all(
+            Path(path).is_relative_to(sysconfig.get_path("purelib")) for path in module.__path__
+        )
 
 
 def test_the_wheel_has_every_file_of_the_packages_once_and_no_other():
     tops = [ROOT / folder for folder in FOLDERS if folder != "trainer/public"]
     files = {path for top in tops for path in top.rglob("*")}
-    sources = {path for path in files if path.suffix in (".py", ".toml", ".typed") or path.name == "dataset_card.md"}
-    sources |= {path for path in (ROOT / "trainer" / "viewer" / "page").rglob("*") if path.is_file()}
+    sources = {
+        path
+        for path in files
+        if path.suffix in (".py", ".toml", ".typed") or path.name == "dataset_card.md"
+    }
+    sources |= {
+        path for path in (ROOT / "trainer" / "viewer" / "page").rglob("*") if path.is_file()
+    }
     example = ROOT / "recipes" / "harnesses" / "own-agent"
     sources |= {path for path in example.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     # not by name alone: an editable install left metadata in the checkout
     (wheel,) = distributions(name="rolltap", path=[Path(rolltap.__file__).parents[1]])
-    installed = [PurePosixPath(path) for path in wheel.files if path.parts[0] == "rolltap" and path.suffix != ".pyc"]
+    installed = [
+        PurePosixPath(path)
+        for path in wheel.files
+        if path.parts[0] == "rolltap" and path.suffix != ".pyc"
+    ]
     assert sorted(installed) == sorted(map(place, sources))
 
 
@@ -48,7 +60,9 @@ def test_the_page_of_a_run_is_in_the_wheel():
     from rolltap.trainer.viewer.answers import page_files
 
     page = ROOT / "trainer" / "viewer" / "page"
-    assert sorted(page_files()) == sorted(str(path.relative_to(page)) for path in page.rglob("*") if path.is_file())
+    assert sorted(page_files()) == sorted(
+        str(path.relative_to(page)) for path in page.rglob("*") if path.is_file()
+    )
 
 
 def test_the_presets_are_in_the_wheel():

@@ -33,8 +33,13 @@ def rolltap(environment, *arguments, folder):
     if not program.exists():
         pytest.skip(f"there is no {program}: tests/run.sh installs it")
     command = [str(argument) for argument in (program, *arguments)]
-    env = {**os.environ, "PATH": f"{program.parent}:{os.defpath}"}  # with no other environment's mitmdump
-    ended = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {
+        **os.environ,
+        "PATH": f"{program.parent}:{os.defpath}",
+    }  # with no other environment's mitmdump
+    ended = subprocess.run(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert "Traceback" not in ended.stdout
     return ended.returncode, " ".join(ended.stdout.split())
 
@@ -68,7 +73,9 @@ print(*sys.modules)
 def test_the_help_of_every_command_needs_the_base_alone_and_nothing_that_takes_seconds(tmp_path):
     rolltap("base", "--version", folder=tmp_path)
     python = ROOT / ".venvs" / "base" / "bin" / "python"
-    loaded = subprocess.run([python, "-I", "-c", MODULES], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [python, "-I", "-c", MODULES], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
     assert {f"rolltap.trainer.cli.{module}" for module, _ in COMMANDS.values()} <= set(loaded)
     assert set(LEFT_OUT).isdisjoint(loaded)
 
@@ -80,7 +87,19 @@ TASKS = str(STORED / "tasks.jsonl")
     ("arguments", "extra"),
     [
         (["record", "--out", "new", "--model", "m", "--", "true"], "record"),
-        (["rollout", TASKS, "--harness", str(STORED / "harness.toml"), "--model", "m", "--out", "new"], "record"),
+        (
+            [
+                "rollout",
+                TASKS,
+                "--harness",
+                str(STORED / "harness.toml"),
+                "--model",
+                "m",
+                "--out",
+                "new",
+            ],
+            "record",
+        ),
         (["doctor", "--", "true"], "record"),
         (["doctor", "--model", "m"], "record"),
         (["view", "run"], "service"),
@@ -89,7 +108,9 @@ TASKS = str(STORED / "tasks.jsonl")
     ],
 )
 def test_a_command_whose_extra_is_not_there_names_the_extra_and_the_wheel(arguments, extra, run):
-    (run.parent / "recipe.toml").write_text(f'model = "."\nsteps = 1\nharness = "pi"\ntasks = "{TASKS}"\n')
+    (run.parent / "recipe.toml").write_text(
+        f'model = "."\nsteps = 1\nharness = "pi"\ntasks = "{TASKS}"\n'
+    )
     status, output = rolltap("base", *arguments, folder=run.parent)
     assert status == 1
     assert re.search(rf"pip install '\S+\.whl\[{extra}\]'", output), output
@@ -101,6 +122,8 @@ def test_a_run_is_viewed_with_the_service_alone(run):
 
 
 def test_a_program_is_tried_with_the_recorder_alone(tmp_path):
-    status, output = rolltap("base-record", "doctor", "--", sys.executable, "-I", "-c", ASK, folder=tmp_path)
+    status, output = rolltap(
+        "base-record", "doctor", "--", sys.executable, "-I", "-c", ASK, folder=tmp_path
+    )
     assert status == 3, output
     assert "agent" in output

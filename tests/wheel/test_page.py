@@ -21,13 +21,18 @@ def test_a_public_name_is_there_and_has_a_docstring(name):
 
 @pytest.mark.parametrize("module", ["errors", "types"])
 def test_the_public_names_of_a_module_are_there_without_importing_it(module):
-    python("-c", f"import rolltap; [getattr(rolltap.{module}, name) for name in rolltap.{module}.__all__]")
+    python(
+        "-c",
+        f"import rolltap; [getattr(rolltap.{module}, name) for name in rolltap.{module}.__all__]",
+    )
 
 
 @pytest.mark.skipif(find_spec("trl") is not None, reason="the extra train is installed")
 @pytest.mark.parametrize("name", sorted(NEEDS_TRAIN))
 def test_a_name_whose_extra_is_not_installed_says_so_and_is_not_listed(name):
-    with pytest.raises(MissingPackageError, match=rf"rolltap\.{name} needs .*pip install '?\S+\.whl\[train\]'?"):
+    with pytest.raises(
+        MissingPackageError, match=rf"rolltap\.{name} needs .*pip install '?\S+\.whl\[train\]'?"
+    ):
         getattr(rolltap, name)
     assert name not in dir(rolltap)
 
@@ -38,7 +43,9 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_the_version_is_that_of_the_installed_distribution():
-    version = python("-c", "from importlib.metadata import version; print(version('rolltap'))").split()
+    version = python(
+        "-c", "from importlib.metadata import version; print(version('rolltap'))"
+    ).split()
     assert python("-c", "import rolltap; print(rolltap.__version__)").split() == version
     assert python("-m", "rolltap", "--version").split()[-1:] == version
     assert run(script("rolltap"), "--version").split()[-1:] == version

@@ -26,7 +26,12 @@ def rollout_arguments(scripted_engine, tokenizer_folder, tmp_path, monkeypatch):
     command = ["sh", "-c", "cat answer.txt > $ROLLTAP_REWARD_FILE"]
     judge = {"kind": "command", "command": command, "result": "number"}
     task = rolltap.Task(id="t", instruction="Say it.", judge=judge)
-    rest = {"harness": harness, "engine": scripted_engine.url, "model": tokenizer_folder, "out": "runs/a"}
+    rest = {
+        "harness": harness,
+        "engine": scripted_engine.url,
+        "model": tokenizer_folder,
+        "out": "runs/a",
+    }
     return [task], rest
 
 

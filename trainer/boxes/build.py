@@ -1,4 +1,5 @@
-"""Images that a container engine builds for tasks. Each is named by the content that it is built of."""
+"""Images that a container engine builds for tasks. Each is named by the content that it is built
+of."""
 
 import asyncio
 import os
@@ -14,7 +15,8 @@ from rolltap.trainer.tasks.task import Build
 
 
 def image_of(build: Build) -> str:
-    """Return the name of the image that a build makes. Raises `InputError` for a folder that cannot be read.
+    """Return the name of the image that a build makes. Raises `InputError` for a folder that cannot
+    be read.
 
     No engine pulls a name of `localhost`.
     """
@@ -22,9 +24,11 @@ def image_of(build: Build) -> str:
 
 
 async def build_image(engine: Sequence[str], image: str, build: Build, log: Path) -> None:
-    """Build an image, unless it is there, with the output in `log`. `engine` is the beginning of a command line.
+    """Build an image, unless it is there, with the output in `log`. `engine` is the beginning of a
+    command line.
 
-    Raises `InputError` with the last line of the log when it cannot be built in time, and `OSError`.
+    Raises `InputError` with the last line of the log when it cannot be built in time, and
+    `OSError`.
     """
     try:
         await asyncio.to_thread(call, [*engine, "image", "inspect", image])
@@ -33,8 +37,16 @@ async def build_image(engine: Sequence[str], image: str, build: Build, log: Path
         log.parent.mkdir(parents=True, exist_ok=True)
     options = ["--force-rm", "--tag", image, "--file", str(build.folder / "Dockerfile")]
     command = [*engine, "build", *options, str(build.folder)]
-    ended = await run_supervised(command, cwd=log.parent, env=os.environ, timeout=build.timeout, log=log)
+    ended = await run_supervised(
+        command, cwd=log.parent, env=os.environ, timeout=build.timeout, log=log
+    )
     if ended.status != 0:
-        how = f"does not end within {build.timeout:g} s" if ended.stopped else f"ends with status {ended.status}"
+        how = (
+            f"does not end within {build.timeout:g} s"
+            if ended.stopped
+            else f"ends with status {ended.status}"
+        )
         last = printable(log.read_text(errors="replace").strip().rpartition("\n")[2].strip())
-        raise InputError(f"its image cannot be built: the build of {build.folder} {how}: {last} (see {log})")
+        raise InputError(
+            f"its image cannot be built: the build of {build.folder} {how}: {last} (see {log})"
+        )

@@ -1,4 +1,5 @@
-"""The life of a box that a container engine makes by its command line, and the command lines that it needs for it."""
+"""The life of a box that a container engine makes by its command line, and the command lines that
+it needs for it."""
 
 import asyncio
 import csv
@@ -37,14 +38,16 @@ from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.tasks.box_paths import HOME
 
 KEEPER = ("/bin/sh", "-c", "while :; do sleep 86400; done")
-"""First process of a box. It collects the processes that end; no signal from inside ends it (pid_namespaces(7))."""
+"""First process of a box. It collects the processes that end; no signal from inside ends it
+(pid_namespaces(7))."""
 
 _SECONDS = 300.0
 """Time for one command of an engine: its storage may be slow."""
 
 
 class Engine(ABC):
-    """The command lines of a container engine: those of Podman, which the others have as far as they say nothing else.
+    """The command lines of a container engine: those of Podman, which the others have as far as
+    they say nothing else.
 
     Nothing here runs them. `command` is the program and its arguments before a command.
     """
@@ -52,8 +55,11 @@ class Engine(ABC):
     command: tuple[str, ...]
 
     @abstractmethod
-    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
-        """Return the commands that make and start the box `name` with the process `KEEPER`, without network.
+    def create(
+        self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path
+    ) -> list[list[str]]:
+        """Return the commands that make and start the box `name` with the process `KEEPER`, without
+        network.
 
         The files that they read are written into `folder`.
         """
@@ -71,7 +77,8 @@ class Engine(ABC):
         return [*self.command, "rm", "--force", "--volumes", name]
 
     def execute(self, name: str, command: Sequence[str]) -> list[str]:
-        """Return the command that runs a program in a box, with the program's output and exit status."""
+        """Return the command that runs a program in a box, with the program's output and exit
+        status."""
         return [*self.command, "exec", name, *command]
 
     def state(self, name: str) -> list[str]:
@@ -79,20 +86,28 @@ class Engine(ABC):
         return [*self.command, "inspect", "--type", "container", "--format", "{{.State.Pid}}", name]
 
     def close(self, pid: int) -> list[list[str]]:
-        """Return the commands that close the box of the first process `pid` before a program runs in it."""
+        """Return the commands that close the box of the first process `pid` before a program runs
+        in it."""
         return []
 
     def pid(self, state: str) -> int:
-        """Return the id that the first process of a box has on this machine; 0 when it does not run."""
+        """Return the id that the first process of a box has on this machine; 0 when it does not
+        run."""
         return int(state)
 
 
 def call(command: Sequence[str], *, timeout: float = _SECONDS) -> str:
-    """Run a short command and return its stdout. Raises `OSError` with its message when it fails."""
+    """Run a short command and return its stdout. Raises `OSError` with its message when it
+    fails."""
     shown = shlex.join(command[:4])
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired as error:
         raise OSError(f"`{shown} ...` does not end within {timeout:g} s") from error
@@ -115,7 +130,8 @@ async def _call_to_end(command: Sequence[str]) -> str:
 
 
 def mount_options(mounts: Iterable[Mount], readonly: str) -> Iterator[str]:
-    """Yield an engine's options `--mount`. The value is a row of CSV: paths may have commas and colons."""
+    """Yield an engine's options `--mount`. The value is a row of CSV: paths may have commas and
+    colons."""
     for mount in mounts:
         row = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
         text = io.StringIO()
@@ -126,17 +142,20 @@ def mount_options(mounts: Iterable[Mount], readonly: str) -> Iterator[str]:
 _SCRIPTS = "/.rolltap"
 """Folder in a box, read-only, with the scripts that start its programs."""
 _STARTS, _ABSENT = "rolltap starts", "rolltap finds nothing"
-"""First words of a box's program, before a token that it does not know: the program begins, or is not there."""
+"""First words of a box's program, before a token that it does not know: the program begins, or is
+not there."""
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 """`/etc/hosts` of a box. Engines copy names of this machine and its network into theirs."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class EngineBox:
-    """A box of a container engine. Its first process lives until the box ends, and its programs beside it.
+    """A box of a container engine. Its first process lives until the box ends, and its programs
+    beside it.
 
-    It has the tools of its runtime, and what that hides in them is empty. Its programs have one user: where the engine
-    leaves /proc writable, a program can write to the memory of the others, but not of the first process.
+    It has the tools of its runtime, and what that hides in them is empty. Its programs have one
+    user: where the engine leaves /proc writable, a program can write to the memory of the others,
+    but not of the first process.
     """
 
     def __init__(self, runtime: HidingRuntime, engine: Engine, spec: BoxSpec, name: str) -> None:
@@ -153,7 +172,8 @@ class EngineBox:
 
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[Self]:
-        """Make and start the box, and yield it. It is removed when the block is left, and when this process dies.
+        """Make and start the box, and yield it. It is removed when the block is left, and when this
+        process dies.
 
         Raises `OSError` when the engine cannot make it.
         """
@@ -165,7 +185,10 @@ class EngineBox:
             self._mounts = [
                 Mount(self._spec.workspace, self.workdir, writable=True),
                 Mount(self._spec.home, HOME, writable=True),
-                *(Mount(path if seen else self._empty(path), str(path)) for path, seen in self._layers.items()),
+                *(
+                    Mount(path if seen else self._empty(path), str(path))
+                    for path, seen in self._layers.items()
+                ),
                 *self._spec.mounts,
                 Mount(self._folder / "scripts", _SCRIPTS),
                 Mount(self._folder / "hosts", "/etc/hosts"),
@@ -177,7 +200,8 @@ class EngineBox:
             await run_to_end(remove_folder, self._folder)
 
     def _empty(self, path: Path) -> Path:
-        """Return an empty file or folder for a hidden one, with the places of what is shown in it."""
+        """Return an empty file or folder for a hidden one, with the places of what is shown in
+        it."""
         top = self._folder / "hidden"
         for place in (path, *(each for each in self._layers if each.is_relative_to(path))):
             made = top / place.relative_to("/")
@@ -188,15 +212,26 @@ class EngineBox:
 
     @asynccontextmanager
     async def _made(self) -> AsyncIterator[None]:
-        """Start the program that makes the box. Its end removes the box, and it ends when this process does."""
+        """Start the program that makes the box. Its end removes the box, and it ends when this
+        process does."""
         fifo = self._folder / "started"
         os.mkfifo(fifo)
         commands = self._engine.create(self._name, self._spec, self._mounts, self._folder)
         making = [f"{shlex.join(command)} >&2" for command in commands]
-        removing = f"{shlex.join(self._engine.remove(self._name))}; rm -rf {shlex.quote(str(self._folder))}"
-        with os.fdopen(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), "rb") as started, tempfile.TemporaryFile() as output:
+        removing = (
+            f"{shlex.join(self._engine.remove(self._name))}; rm -rf"
+            f" {shlex.quote(str(self._folder))}"
+        )
+        with (
+            os.fdopen(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), "rb") as started,
+            tempfile.TemporaryFile() as output,
+        ):
             async with start(
-                ["/bin/sh", "-c", " && ".join([*making, f"echo >{fifo.name}", "exec sleep infinity"])],
+                [
+                    "/bin/sh",
+                    "-c",
+                    " && ".join([*making, f"echo >{fifo.name}", "exec sleep infinity"]),
+                ],
                 cwd=self._folder,
                 env=os.environ,
                 output=output,
@@ -213,16 +248,23 @@ class EngineBox:
         """Find the first process of the box, and open the way to the recorder."""
         self._pid = self._engine.pid(await _call_to_end(self._engine.state(self._name)))
         if not self._pid:
-            raise OSError(f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and sleep?")
+            raise OSError(
+                f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and"
+                " sleep?"
+            )
         for command in self._engine.close(self._pid):
             await _call_to_end(command)
         if self._spec.accept is not None:
             await self._running.enter_async_context(way_out(self._pid, self._spec.accept))
 
-    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
-        """Run a program: see `Box.run`. The image's own variables stay, and the folders of its PATH come first.
+    async def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+    ) -> Ended:
+        """Run a program: see `Box.run`. The image's own variables stay, and the folders of its PATH
+        come first.
 
-        Processes that the program leaves in the background run until `settle`; all are killed when it is stopped.
+        Processes that the program leaves in the background run until `settle`; all are killed when
+        it is stopped.
         """
         for _ in range(2):  # again when the box has ended as the program was to begin
             if self._pid and not self._runs():  # the last program has ended it
@@ -236,17 +278,23 @@ class EngineBox:
             inside = ["/bin/sh", f"{_SCRIPTS}/{script.name}", token]
             try:
                 async with written_to(log, marker=f"{_STARTS} {token}\n".encode()) as output:
-                    ended = await self._execute(self._engine.execute(self._name, inside), timeout, log, output)
+                    ended = await self._execute(
+                        self._engine.execute(self._name, inside), timeout, log, output
+                    )
             finally:
                 script.unlink()
             if output.marked or ended.status is None:
                 return ended  # also when the program has ended its box: that is its own doing
             if f"{_ABSENT} {token}\n".encode() in output.before:
-                raise FileNotFoundError(errno.ENOENT, "there is no such program in the container", command[0])
+                raise FileNotFoundError(
+                    errno.ENOENT, "there is no such program in the container", command[0]
+                )
             if self._runs():
                 break
         said = output.before.decode(errors="replace").strip()[-500:]
-        raise OSError(f"{command[0]} could not be started in the container of {self._spec.name}: {said}")
+        raise OSError(
+            f"{command[0]} could not be started in the container of {self._spec.name}: {said}"
+        )
 
     def _runs(self) -> bool:
         try:
@@ -254,17 +302,24 @@ class EngineBox:
         except psutil.NoSuchProcess:
             return False
 
-    async def _execute(self, command: Sequence[str], timeout: float, log: Path, output: Output) -> Ended:
-        """Run a program of the engine. Stopping it stops the box, whose programs are no children of that one."""
+    async def _execute(
+        self, command: Sequence[str], timeout: float, log: Path, output: Output
+    ) -> Ended:
+        """Run a program of the engine. Stopping it stops the box, whose programs are no children of
+        that one."""
         killed_before = out_of_memory_kills(self._pid)
         folders = [*self._spec.written(), log, *written_folders(self._pid)]
         find = partial(ProcessTable.in_namespace_of, pid=self._pid)
         # Podman writes files into its working folder
-        async with start(command, cwd=self._folder, env=os.environ, output=output.descriptor) as client:
+        async with start(
+            command, cwd=self._folder, env=os.environ, output=output.descriptor
+        ) as client:
             ending = asyncio.create_task(client.wait())
             limit = asyncio.create_task(exceeded(self._spec.limits, find, folders))
             try:
-                await asyncio.wait([ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                )
                 if ending.done():
                     status = ending.result()
                     killed = status and out_of_memory_kills(self._pid) > killed_before
@@ -296,7 +351,8 @@ async def _said_or_ended(descriptor: int, keeper: Supervised) -> None:
 
 
 def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str:
-    """Return the script for /bin/sh that becomes a program: command lines are shown to all users of this machine.
+    """Return the script for /bin/sh that becomes a program: command lines are shown to all users of
+    this machine.
 
     Its last words, with its first argument, say whether the program begins or is not there.
     """
@@ -307,7 +363,9 @@ def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str
     ]
     for name, value in env.items():
         if not _VARIABLE.fullmatch(name):
-            raise OSError(f"the environment variable {name!r} has no name that a shell knows: rename it")
+            raise OSError(
+                f"the environment variable {name!r} has no name that a shell knows: rename it"
+            )
         before = '"${PATH:+$PATH:}"' if name == "PATH" else ""
         lines.append(f"export {name}={before}{shlex.quote(value)}")
     program = shlex.quote(command[0])

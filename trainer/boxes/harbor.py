@@ -5,8 +5,8 @@ Harbor is a package of its own Python. One process of it, `inside/harbor_environ
 boxes that are open, and stops them when this process ends.
 
     start     an archive of the workspace, the home, the mounts and the tools goes there
-    run       the program, as root, with its output in a file; all that it left is killed; an archive
-              of the workspace, the output and the verdict comes back
+    run       the program, as root, with its output in a file; all that it left is killed; an
+              archive of the workspace, the output and the verdict comes back
     stop      the environment is deleted
 """
 
@@ -261,9 +261,9 @@ class HarborRuntime:
                 raise InputError(str(error)) from error
         if not str(answer["version"]).startswith(f"{VERSION}."):
             raise InputError(
-                f"{self._python} has Harbor {answer['version']}, and rolltap knows the interface of "
-                f"{VERSION}: install that one in an environment of its own "
-                f"({self._python} -m pip install harbor=={VERSION}.0)"
+                f"{self._python} has Harbor {answer['version']}, and rolltap knows the interface of"
+                f" {VERSION}: install that one in an environment of its own ({self._python} -m pip"
+                f" install harbor=={VERSION}.0)"
             )
         self._restricts = bool(answer["restricts"])
         if not self._restricts:
@@ -336,7 +336,9 @@ class HarborRuntime:
         try:
             run_blocking(copy())
         except OSError as error:
-            raise InputError(f"the folder {workdir} of the image {image} cannot be copied: {error}") from error
+            raise InputError(
+                f"the folder {workdir} of the image {image} cannot be copied: {error}"
+            ) from error
 
     def definition(self, spec: BoxSpec) -> dict[str, Any]:
         """Return what Harbor's process needs to know of a box."""
@@ -399,7 +401,9 @@ def read_environment(text: str) -> dict[str, Any]:
     try:
         keys = json.loads(Path(text).expanduser().read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"harbor_environment names {text}, which cannot be read: {error}") from error
+        raise InputError(
+            f"harbor_environment names {text}, which cannot be read: {error}"
+        ) from error
     if not isinstance(keys, dict):
         raise InputError(f"harbor_environment names {text}, which has no object of JSON")
     return keys

@@ -18,11 +18,19 @@ class ProcessBox:
         self.home = str(spec.home)
         self.proxy = spec.proxy
 
-    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
+    async def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+    ) -> Ended:
         """Run a program: see `Box.run`."""
         spec, folders = self._spec, [self._spec.workspace, self._spec.home]
         return await run_supervised(
-            command, cwd=spec.workspace, env=env, timeout=timeout, log=log, limits=spec.limits, folders=folders
+            command,
+            cwd=spec.workspace,
+            env=env,
+            timeout=timeout,
+            log=log,
+            limits=spec.limits,
+            folders=folders,
         )
 
     async def settle(self) -> None:
@@ -36,7 +44,8 @@ class ProcessRuntime:
     isolated = False
     programs_here = True
     warning: str | None = (
-        "sessions run with all rights of this user; --runtime sandbox limits them: see rolltap rollout --help"
+        "sessions run with all rights of this user; --runtime sandbox limits them: see rolltap"
+        " rollout --help"
     )
 
     def check(self) -> None:
@@ -50,7 +59,8 @@ class ProcessRuntime:
         """Yield a box. Raises `InputError` for a task with an image."""
         if spec.image is not None:
             raise InputError(
-                f"the runtime process has no images, and the task needs {spec.image}: use --runtime container"
+                f"the runtime process has no images, and the task needs {spec.image}: use --runtime"
+                " container"
             )
         yield ProcessBox(spec)
 

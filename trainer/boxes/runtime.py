@@ -1,10 +1,12 @@
 """The interface of a runtime: boxes in which the programs of a session run.
 
-A box of a local kind shows folders of this machine in place. One of a remote kind gets copies of them, and brings the
-workspace back after each program: what is said of `Box.run` is all that its users rely on.
+A box of a local kind shows folders of this machine in place. One of a remote kind gets copies of
+them, and brings the workspace back after each program: what is said of `Box.run` is all that its
+users rely on.
 
-Below it is what several runtimes need: what of this machine their boxes hide, temporary folders that can be removed
-whatever a session left in them, and the files that a program needs in order to run where the rest is hidden.
+Below it is what several runtimes need: what of this machine their boxes hide, temporary folders
+that can be removed whatever a session left in them, and the files that a program needs in order to
+run where the rest is hidden.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ StopReason = Literal["timeout", "memory", "processes", "disk"]
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A file or folder of this machine that is visible in a box, under an absolute path of its own there."""
+    """A file or folder of this machine that is visible in a box, under an absolute path of its own
+    there."""
 
     source: Path
     target: str
@@ -50,19 +53,22 @@ class BoxSpec:
 
     Attributes:
         name: Unique among the boxes that exist: letters, digits, dot, dash and underscore.
-        workspace: Folder of this machine, writable in the box as `workdir`. Remote boxes bring back what changes in it.
-        workdir: Absolute path of the workspace in the box. The runtime `process` has none of its own: there it is
-            `workspace`.
+        workspace: Folder of this machine, writable in the box as `workdir`. Remote boxes bring back
+            what changes in it.
+        workdir: Absolute path of the workspace in the box. The runtime `process` has none of its
+            own: there it is `workspace`.
         home: Folder of this machine, writable in the box: HOME.
-        mounts: Further files, folders and named pipes. The runtime `process` sees all files of the user anyway. A
-            remote box has copies, whose changes stay there; a file of the workspace is the one of the box's workspace,
-            and what is written to a pipe is written to the pipe here when the program has ended.
+        mounts: Further files, folders and named pipes. The runtime `process` sees all files of the
+            user anyway. A remote box has copies, whose changes stay there; a file of the workspace
+            is the one of the box's workspace, and what is written to a pipe is written to the pipe
+            here when the program has ended.
         image: Container image or root folder; None: this machine's system folders.
         limits: Limits of all programs in the box together.
-        proxy: The recorder as this machine reaches it, `HOST:PORT`: all that a program in the box can reach. None: the
-            box has no network.
-        accept: Has the recorder accept connections at a socket that listens, as long as the block lasts. A box of this
-            machine with a network of its own needs it beside `proxy`. The socket may be closed in the block.
+        proxy: The recorder as this machine reaches it, `HOST:PORT`: all that a program in the box
+            can reach. None: the box has no network.
+        accept: Has the recorder accept connections at a socket that listens, as long as the block
+            lasts. A box of this machine with a network of its own needs it beside `proxy`. The
+            socket may be closed in the block.
     """
 
     name: str
@@ -76,14 +82,19 @@ class BoxSpec:
     accept: Accept | None = None
 
     def in_workspace(self, mount: Mount) -> str | None:
-        """Return the path of a mount's source below the workspace; None for a source that is elsewhere."""
+        """Return the path of a mount's source below the workspace; None for a source that is
+        elsewhere."""
         if not mount.source.is_relative_to(self.workspace):
             return None
         return str(mount.source.relative_to(self.workspace))
 
     def written(self) -> list[Path]:
         """Return the files and folders of this machine that programs in the box can write to."""
-        return [self.workspace, self.home, *(mount.source for mount in self.mounts if mount.writable)]
+        return [
+            self.workspace,
+            self.home,
+            *(mount.source for mount in self.mounts if mount.writable),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,8 @@ class Ended:
     """How a program ended.
 
     Attributes:
-        status: Exit status; minus the signal's number when a signal ended it; None when rolltap stopped it.
+        status: Exit status; minus the signal's number when a signal ended it; None when rolltap
+            stopped it.
         stopped: Why rolltap stopped it; None when it ended by itself.
     """
 
@@ -100,7 +112,8 @@ class Ended:
 
 
 class Box(Protocol):
-    """One box. Its programs run one after another; what they leave running can be killed with `settle`."""
+    """One box. Its programs run one after another; what they leave running can be killed with
+    `settle`."""
 
     workdir: str
     """Path of the workspace as programs in the box see it."""
@@ -109,19 +122,21 @@ class Box(Protocol):
     proxy: str | None
     """The recorder as programs in the box reach it, `HOST:PORT`; None without network."""
 
-    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
+    async def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+    ) -> Ended:
         """Run a program in the workspace, with an empty stdin and its output in the file `log`.
 
-        `env` is its whole environment. The program is stopped after `timeout` seconds and when the caller is
-        cancelled.
+        `env` is its whole environment. The program is stopped after `timeout` seconds and when the
+        caller is cancelled.
 
-        When this returns, the folder `workspace` of the box is as the program left it, also when the program was
-        stopped. A remote box kills what the program left running before it brings the changes back. Files without a
-        change are not touched. When more comes back than the box may have on its disk, the program counts as stopped by
-        this limit.
+        When this returns, the folder `workspace` of the box is as the program left it, also when
+        the program was stopped. A remote box kills what the program left running before it brings
+        the changes back. Files without a change are not touched. When more comes back than the box
+        may have on its disk, the program counts as stopped by this limit.
 
-        Raises `OSError` when the program cannot be started: `FileNotFoundError` names a program that is not there.
-        `ConnectionError` is raised when a remote box is lost.
+        Raises `OSError` when the program cannot be started: `FileNotFoundError` names a program
+        that is not there. `ConnectionError` is raised when a remote box is lost.
         """
 
     async def settle(self) -> None:
@@ -129,22 +144,26 @@ class Box(Protocol):
 
 
 class Runtime(Protocol):
-    """Makes boxes. Everything in a box dies when its block is left, and when this process dies, by kill -9 too."""
+    """Makes boxes. Everything in a box dies when its block is left, and when this process dies, by
+    kill -9 too."""
 
     name: str
     """`process`, `sandbox`, `container`, `apptainer`, `ssh` or `harbor`."""
     warning: str | None
     """Dangers that the runtime does not protect from; None when there is nothing to say."""
     isolated: bool
-    """True when a box has its own files and network: paths of the box are then not those of this machine."""
+    """True when a box has its own files and network: paths of the box are then not those of this
+    machine."""
     programs_here: bool
     """True when boxes without an image have the programs of this machine."""
 
     def check(self) -> None:
-        """Raise `InputError` when boxes cannot be made here: it names what is missing, and how to install it."""
+        """Raise `InputError` when boxes cannot be made here: it names what is missing, and how to
+        install it."""
 
     def show(self, program: str, files: Iterable[Path] = ()) -> None:
-        """Show what a program of the operator's needs, and `files` under their paths, in boxes made from now on."""
+        """Show what a program of the operator's needs, and `files` under their paths, in boxes made
+        from now on."""
 
     def box(self, spec: BoxSpec) -> AbstractAsyncContextManager[Box]:
         """Return a box. Entering raises `OSError` or `InputError` when it cannot be made."""
@@ -158,7 +177,8 @@ class ImageRuntime(Runtime, Protocol):
     """A runtime whose boxes have an image: a name, or the absolute path of a root folder."""
 
     def copy_out(self, image: str, workdir: str, dest: Path) -> None:
-        """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""
+        """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises
+        `InputError` without it."""
 
 
 @runtime_checkable
@@ -169,7 +189,8 @@ class BuildingRuntime(ImageRuntime, Protocol):
     """True when it does."""
 
     async def build(self, image: str, build: Build, log: Path) -> None:
-        """Build `image`, unless it is there, with the output in `log`. Raises `InputError` if it cannot be built."""
+        """Build `image`, unless it is there, with the output in `log`. Raises `InputError` if it
+        cannot be built."""
 
 
 _ROW = re.compile(r"(:|, )[^/]*$")
@@ -177,7 +198,8 @@ _ROW = re.compile(r"(:|, )[^/]*$")
 
 
 class HidingRuntime:
-    """A runtime whose boxes show `tools`, folders of this machine, and hide files and folders in all that they show."""
+    """A runtime whose boxes show `tools`, folders of this machine, and hide files and folders in
+    all that they show."""
 
     programs_here = True
 
@@ -190,8 +212,11 @@ class HidingRuntime:
         self.hide(hidden)
 
     def hide(self, paths: Iterable[Path]) -> None:
-        """Hide files and folders, which may not exist yet, in boxes that are made from now on. Earlier ones stay so."""
-        self._hidden = sorted({*self._hidden, *(os.path.join(path.resolve(), "") for path in paths)})
+        """Hide files and folders, which may not exist yet, in boxes that are made from now on.
+        Earlier ones stay so."""
+        self._hidden = sorted(
+            {*self._hidden, *(os.path.join(path.resolve(), "") for path in paths)}
+        )
 
     def show(self, program: str, files: Iterable[Path] = ()) -> None:
         """See `Runtime.show`. A sandbox shows no folder that nobody named."""
@@ -199,7 +224,8 @@ class HidingRuntime:
         self.tools += [file for file in files if file not in self.tools]
 
     def hidden_in(self, tools: Iterable[Path]) -> list[Path]:
-        """Return where hidden files and folders are below tool folders, as a box sees them, if they exist."""
+        """Return where hidden files and folders are below tool folders, as a box sees them, if they
+        exist."""
         found: list[Path] = []
         for tool in tools:
             place = os.path.join(tool.resolve(), "")
@@ -214,7 +240,8 @@ class HidingRuntime:
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
         """Return what a box with `command` shows and hides of this machine: see `layered`.
 
-        Raises `InputError` when what it needs would be hidden, and for a tool folder that contains the user's home.
+        Raises `InputError` when what it needs would be hidden, and for a tool folder that contains
+        the user's home.
         """
         for tool in self.tools:
             require_narrow(tool, Path.home())
@@ -222,16 +249,17 @@ class HidingRuntime:
 
 
 def layered(shown: Iterable[Path], hidden: Sequence[Path]) -> dict[Path, bool]:
-    """Return the paths that a box has to mount, outer ones first: True for what it shows, False for what is empty.
+    """Return the paths that a box has to mount, outer ones first: True for what it shows, False for
+    what is empty.
 
-    The path nearest above a file counts, and without one the file is not seen. Raises `InputError` for a path that is
-    both shown and hidden.
+    The path nearest above a file counts, and without one the file is not seen. Raises `InputError`
+    for a path that is both shown and hidden.
     """
     wanted, found = dict.fromkeys(shown, True), dict[Path, bool]()
     if both := [path for path in hidden if path in wanted]:
         raise InputError(
-            f"a session needs {both[0]}, and must not see it: it is of a run, a task, or your home: "
-            "install the program in a folder of its own, or name narrower tool folders"
+            f"a session needs {both[0]}, and must not see it: it is of a run, a task, or your home:"
+            " install the program in a folder of its own, or name narrower tool folders"
         )
     wanted |= dict.fromkeys(hidden, False)
     for path in sorted(wanted):
@@ -242,21 +270,28 @@ def layered(shown: Iterable[Path], hidden: Sequence[Path]) -> dict[Path, bool]:
 
 def nearest(path: Path, layers: Mapping[Path, bool]) -> tuple[Path, bool | None]:
     """Return the layer at or above a path, and whether it shows the path; None without a layer."""
-    return next(((top, layers[top]) for top in (path, *path.parents) if top in layers), (path, None))
+    return next(
+        ((top, layers[top]) for top in (path, *path.parents) if top in layers), (path, None)
+    )
 
 
 def private_paths(
     run: Path, tasks: Iterable[Task], files: Iterable[Path] = (), tools: Iterable[Path] = ()
 ) -> list[Path]:
-    """Return what sessions must not see, wherever it lies: runs, tasks, `files`, the home and the temporary folder.
+    """Return what sessions must not see, wherever it lies: runs, tasks, `files`, the home and the
+    temporary folder.
 
-    Runs are this one, those beside it, and those in `tools` up to two folders deep. Of a task they are all paths that
-    it names, and what its `source` names. An image is none of them: its sessions see it.
+    Runs are this one, those beside it, and those in `tools` up to two folders deep. Of a task they
+    are all paths that it names, and what its `source` names. An image is none of them: its sessions
+    see it.
     """
     # a machine that only has boxes lacks what reads runs
     from rolltap.addons.store.metadata import RUN_FILE
 
-    places = [run.absolute().parent, *(folder for tool in tools for folder in (tool, *tool.glob("*/")))]
+    places = [
+        run.absolute().parent,
+        *(folder for tool in tools for folder in (tool, *tool.glob("*/"))),
+    ]
     runs = [file.parent for place in places for file in place.glob(f"*/{RUN_FILE}")]
     found = [run, *runs, *files, Path.home(), Path(tempfile.gettempdir())]
     for task in tasks:
@@ -268,7 +303,13 @@ def private_paths(
 def _paths(value: object) -> list[Path]:
     if isinstance(value, Path):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return [path for part in parts for path in _paths(part)]
 
 
@@ -285,8 +326,8 @@ def scratch_folder() -> Iterator[Path]:
 def remove_folder(folder: Path) -> None:
     """Remove a folder with all that is in it. What cannot be removed is logged: nothing is raised.
 
-    By rm(1): `shutil.rmtree` fails for folders that are nested a thousand times, and for those that a session closed to
-    its own user.
+    By rm(1): `shutil.rmtree` fails for folders that are nested a thousand times, and for those that
+    a session closed to its own user.
     """
     remove = ["rm", "-rf", "--one-file-system", "--", str(folder)]
     try:
@@ -294,18 +335,25 @@ def remove_folder(folder: Path) -> None:
             subprocess.run(["chmod", "-R", "u+rwx", "--", str(folder)], stderr=subprocess.DEVNULL)
             done = subprocess.run(remove, stderr=subprocess.PIPE, text=True, errors="replace")
             if done.returncode:
-                logger.warning("the folder %s could not be removed: %s", folder, done.stderr.strip()[-500:])
+                logger.warning(
+                    "the folder %s could not be removed: %s", folder, done.stderr.strip()[-500:]
+                )
     except OSError as error:
         logger.warning("the folder %s could not be removed: %s", folder, error)
 
 
-SYSTEM = tuple(Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"))
+SYSTEM = tuple(
+    Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+)
 """Folders that a sandbox shows, but for what is hidden in them."""
-_OF_MANY = frozenset({"", "usr", "local", "lib", "lib32", "lib64", "libexec", "share", "src", "games"})
+_OF_MANY = frozenset(
+    {"", "usr", "local", "lib", "lib32", "lib64", "libexec", "share", "src", "games"}
+)
 """Names of folders of the system in which others have theirs."""
 _SHEBANG_BYTES = 256
 _ENVIRONMENT = ("pyvenv.cfg", "bin", "lib/python3*", "lib/node_modules", "lib64")
-"""Files and folders of a virtual environment: not all of it, for it may be made at the root of a project."""
+"""Files and folders of a virtual environment: not all of it, for it may be made at the root of a
+project."""
 _PREFIX = ("bin", "lib", "lib64", "libexec", "share", "ssl", "opt", "Cellar")
 """Folders of an installation below one prefix, of conda, Homebrew and others too."""
 _SHIMS = (*_PREFIX, "shims", "versions", "version", "installs", "plugins", "pyenv.d")
@@ -316,10 +364,11 @@ _SHIMS = (*_PREFIX, "shims", "versions", "version", "installs", "plugins", "pyen
 def tool_folders(program: str, path: str) -> tuple[Path, ...]:
     """Return what of this machine `program` needs, as folders, files and symbolic links.
 
-    `path` is the PATH that finds it. Known are virtual environments with their base Python, folders of Node packages,
-    installations below one prefix (`bin` and `lib`), the interpreters that scripts name in their first line, and
-    programs that are one file. Code that a program finds in another way is missing, for instance an editable install.
-    Empty for a program of the system that is in no environment, and for one that is not found by an absolute path.
+    `path` is the PATH that finds it. Known are virtual environments with their base Python, folders
+    of Node packages, installations below one prefix (`bin` and `lib`), the interpreters that
+    scripts name in their first line, and programs that are one file. Code that a program finds in
+    another way is missing, for instance an editable install. Empty for a program of the system that
+    is in no environment, and for one that is not found by an absolute path.
     """
     found = shutil.which(program, path=path)
     if found is None or not os.path.isabs(found):
@@ -333,7 +382,8 @@ def tool_folders(program: str, path: str) -> tuple[Path, ...]:
 
 
 def projects_around(tools: Iterable[Path]) -> list[Path]:
-    """Return the folders of the system that surround the environments among tools: no program's, but a project's."""
+    """Return the folders of the system that surround the environments among tools: no program's,
+    but a project's."""
     paths = [tool.parents for tool in tools if tool.name == "pyvenv.cfg" and _is_of_system(tool)]
     around = [[path for path in each if path.name not in _OF_MANY] for each in paths]
     return [own[-1] for own in around if own]
@@ -347,7 +397,10 @@ def require_narrow(folder: Path, private: Path) -> None:
     """Raise `InputError` when a tool folder contains the folder `private`, or the user's home."""
     for inside in (private, Path.home()):
         if inside.resolve().is_relative_to(folder.resolve()):
-            raise InputError(f"the tool folder {folder} contains {inside}: name the folders of the tools themselves")
+            raise InputError(
+                f"the tool folder {folder} contains {inside}: name the folders of the tools"
+                " themselves"
+            )
 
 
 def _links(path: Path) -> Iterator[Path]:
@@ -360,7 +413,8 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def _installation(file: Path) -> list[Path]:
-    """Return the smallest known installation of a program: its own entries, as the folder around may be a project's."""
+    """Return the smallest known installation of a program: its own entries, as the folder around
+    may be a project's."""
     parts, prefix = file.parts, file.parent.parent
     if file.parent.name == "bin" and (prefix / "pyvenv.cfg").is_file():
         return [*_entries(prefix, _ENVIRONMENT), *_base_python(prefix / "pyvenv.cfg")]
@@ -390,7 +444,11 @@ def _base_python(settings: Path) -> list[Path]:
         key, _, value = line.partition("=")
         if key.strip() == "home":
             base = Path(value.strip()) / "python3"
-            return [part for file in dict.fromkeys([base, base.resolve()]) for part in _installation(file)]
+            return [
+                part
+                for file in dict.fromkeys([base, base.resolve()])
+                for part in _installation(file)
+            ]
     return []
 
 

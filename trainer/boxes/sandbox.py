@@ -32,15 +32,26 @@ from rolltap.trainer.boxes.runtime import (
     scratch_folder,
     tool_folders,
 )
-from rolltap.trainer.boxes.supervised import STARTS, Supervised, end, made, readable, start, written_to
+from rolltap.trainer.boxes.supervised import (
+    STARTS,
+    Supervised,
+    end,
+    made,
+    readable,
+    start,
+    written_to,
+)
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.boxes.way_out import PORT, way_out
 from rolltap.trainer.tasks.box_paths import HOME
 
 _USER = 1000
-"""User and group in the box. Not 0: programs that unpack files as root try to give them to other users."""
+"""User and group in the box. Not 0: programs that unpack files as root try to give them to other
+users."""
 _ETC = {
-    "passwd": f"agent:x:{_USER}:{_USER}::/home/agent:/bin/bash\nnobody:x:65534:65534::/:/usr/sbin/nologin\n",
+    "passwd": (
+        f"agent:x:{_USER}:{_USER}::/home/agent:/bin/bash\nnobody:x:65534:65534::/:/usr/sbin/nologin\n"
+    ),
     "group": f"agent:x:{_USER}:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
@@ -49,27 +60,30 @@ _ETC = {
 }
 """Files of /etc that are the box's own."""
 _SYSTEM_ETC = (
-    "alternatives bash.bashrc ca-certificates ca-certificates.conf crypto-policies debian_version fonts inputrc "
-    "ld.so.cache ld.so.conf ld.so.conf.d locale.alias localtime magic mime.types os-release pki/ca-trust "
-    "pki/tls/certs profile protocols services shells ssl/certs ssl/openssl.cnf terminfo timezone"
+    "alternatives bash.bashrc ca-certificates ca-certificates.conf crypto-policies debian_version"
+    " fonts inputrc ld.so.cache ld.so.conf ld.so.conf.d locale.alias localtime magic mime.types"
+    " os-release pki/ca-trust pki/tls/certs profile protocols services shells ssl/certs"
+    " ssl/openssl.cnf terminfo timezone"
 )
 """Files and folders of /etc that programs need, as this machine has them. None holds a secret."""
 _GIB = 1 << 30
-"""Size of /tmp and of /dev/shm when memory has no limit. With one each has half of it, which does not count as used."""
+"""Size of /tmp and of /dev/shm when memory has no limit. With one each has half of it, which does
+not count as used."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """Everything that programs in a sandbox see.
 
-    Nothing of this machine but `layers` is seen, read-only. The workspace and the home folder can be written, and /tmp
-    and /dev/shm, which are in memory and empty for each program. /proc has the box's own processes, /dev the harmless
-    devices. There is no other network than the box's own loopback.
+    Nothing of this machine but `layers` is seen, read-only. The workspace and the home folder can
+    be written, and /tmp and /dev/shm, which are in memory and empty for each program. /proc has the
+    box's own processes, /dev the harmless devices. There is no other network than the box's own
+    loopback.
 
     Attributes:
         etc: Folder with the files that `write_etc` wrote.
-        layers: Files, folders and symbolic links under their own path, outer ones first: True for what is seen, False
-            for what is empty.
+        layers: Files, folders and symbolic links under their own path, outer ones first: True for
+            what is seen, False for what is empty.
     """
 
     spec: BoxSpec
@@ -77,14 +91,15 @@ class View:
     layers: Mapping[Path, bool]
 
     def arguments(self, env: Mapping[str, str]) -> list[str]:
-        """Return the options of bwrap, all but the command and what passes descriptors. `env` is the environment."""
+        """Return the options of bwrap, all but the command and what passes descriptors. `env` is
+        the environment."""
         memory = self.spec.limits.memory_gib
         size = _GIB if memory is None else max(int(memory * _GIB) // 2, 1 << 20)
         options = (
-            f"--unshare-all --unshare-user --disable-userns --uid {_USER} --gid {_USER} --cap-drop ALL "
-            "--new-session --die-with-parent --hostname box --clearenv "
-            f"--size {size} --perms 1777 --tmpfs /tmp --dir /run --dir /var --symlink ../tmp /var/tmp "
-            f"--proc /proc --dev /dev --size {size} --perms 1777 --tmpfs /dev/shm --remount-ro /dev"
+            f"--unshare-all --unshare-user --disable-userns --uid {_USER} --gid {_USER} --cap-drop"
+            f" ALL --new-session --die-with-parent --hostname box --clearenv --size {size} --perms"
+            " 1777 --tmpfs /tmp --dir /run --dir /var --symlink ../tmp /var/tmp --proc /proc --dev"
+            f" /dev --size {size} --perms 1777 --tmpfs /dev/shm --remount-ro /dev"
         ).split()
         for name in _SYSTEM_ETC.split():
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
@@ -97,8 +112,13 @@ class View:
         spec = self.spec
         options += ["--bind", str(spec.home), HOME, "--bind", str(spec.workspace), spec.workdir]
         for mount in spec.mounts:
-            options += ["--bind" if mount.writable else "--ro-bind", str(mount.source), mount.target]
-        # as root the box's user is the owner of /proc/sys, whose core_pattern names a program for root
+            options += [
+                "--bind" if mount.writable else "--ro-bind",
+                str(mount.source),
+                mount.target,
+            ]
+        # as root the box's user is the owner of /proc/sys, whose core_pattern names a program for
+        # root
         options += ["--remount-ro", "/proc", "--remount-ro", "/", "--chdir", spec.workdir]
         for name, value in env.items():
             options += ["--setenv", name, value]
@@ -113,7 +133,8 @@ def write_etc(folder: Path) -> Path:
 
 
 def _same(path: Path) -> list[str]:
-    """Return the options that show a file or folder read-only under its own path, and a link as a link."""
+    """Return the options that show a file or folder read-only under its own path, and a link as a
+    link."""
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
     return ["--ro-bind-try", str(path), str(path)]
@@ -124,7 +145,8 @@ def _empty(path: Path) -> list[str]:
 
 
 def _require_no_link(spec: BoxSpec) -> None:
-    """Raise `OSError` for a mount on whose way there is a link in a folder that programs of the box write to.
+    """Raise `OSError` for a mount on whose way there is a link in a folder that programs of the box
+    write to.
 
     bubblewrap follows such a link while the machine's own files are still there, below /oldroot.
     """
@@ -142,7 +164,8 @@ def _require_no_link(spec: BoxSpec) -> None:
 
 
 _COMMON = ("bash", "git", "node", "python", "python3")
-"""Programs that tools of agents and judges start: seen in every box, from where the PATH has them."""
+"""Programs that tools of agents and judges start: seen in every box, from where the PATH has them.
+"""
 _INSTALL = "apt-get install bubblewrap (0.8 or newer), or choose another --runtime"
 
 
@@ -156,7 +179,9 @@ class SandboxBox:
         self.home = HOME
         self.proxy = None if spec.accept is None else f"127.0.0.1:{PORT}"
 
-    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
+    async def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+    ) -> Ended:
         """Run a program: see `Box.run`."""
         arguments = await finished_in(STARTS, self._arguments, command, env)
         with _Pipes() as pipes:
@@ -176,19 +201,28 @@ class SandboxBox:
                 await readable(pipes.status.fileno())
                 first = pipes.status.readline()
                 if first:
-                    ended = await self._run(program, json.loads(first)["child-pid"], pipes, timeout, log)
+                    ended = await self._run(
+                        program, json.loads(first)["child-pid"], pipes, timeout, log
+                    )
                 else:
                     await program.wait()
             if not first:
                 raise OSError(f"the sandbox could not be made: {_last_words(log)}")
-            return ended if ended.status is None else _as_ended(ended.status, pipes.status.read(), command[0], log)
+            return (
+                ended
+                if ended.status is None
+                else _as_ended(ended.status, pipes.status.read(), command[0], log)
+            )
 
     def _arguments(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """Return the options of bwrap, for which many files are looked at. Raises `OSError`, and as `layers`."""
+        """Return the options of bwrap, for which many files are looked at. Raises `OSError`, and as
+        `layers`."""
         _require_no_link(self._spec)
         return View(self._spec, self._etc, self._runtime.layers(command)).arguments(env)
 
-    async def _run(self, program: Supervised, pid: int, pipes: "_Pipes", timeout: float, log: Path) -> Ended:
+    async def _run(
+        self, program: Supervised, pid: int, pipes: "_Pipes", timeout: float, log: Path
+    ) -> Ended:
         """Let the program begin in the box whose first process is `pid`, and wait for its end."""
         spec = self._spec
         async with way_out(pid, spec.accept) if spec.accept else nullcontext():
@@ -197,7 +231,8 @@ class SandboxBox:
             return await end(program, timeout, exceeded(spec.limits, find, [*spec.written(), log]))
 
     async def settle(self) -> None:
-        """Do nothing: a program's end is the end of its namespaces, and of every process in them."""
+        """Do nothing: a program's end is the end of its namespaces, and of every process in
+        them."""
 
 
 class _Pipes:
@@ -221,12 +256,15 @@ class _Pipes:
         self.status.close()
 
     def write_arguments(self, options: Sequence[str]) -> None:
-        """Write bubblewrap's options: not its command line, which every user of the machine can read."""
+        """Write bubblewrap's options: not its command line, which every user of the machine can
+        read."""
         status_write, block_read, *_ = self.theirs
         options = [*options, "--json-status-fd", str(status_write), "--block-fd", str(block_read)]
         options += ["--seccomp", str(self.filter)]
         if any("\0" in option for option in options):
-            raise OSError("a variable or a path has a NUL, after which bubblewrap reads an option: remove it")
+            raise OSError(
+                "a variable or a path has a NUL, after which bubblewrap reads an option: remove it"
+            )
         for descriptor, content in (
             (self.arguments, os.fsencode("".join(f"{option}\0" for option in options))),
             (self.filter, seccomp_filter()),
@@ -240,7 +278,8 @@ class _Pipes:
             os.close(self.theirs.pop())
 
     def begin(self) -> None:
-        """Let the program begin: bubblewrap waits for it. One that has failed meanwhile says why by its end."""
+        """Let the program begin: bubblewrap waits for it. One that has failed meanwhile says why by
+        its end."""
         with suppress(BrokenPipeError):
             os.write(self._block, b"\0")
 
@@ -256,7 +295,9 @@ def _as_ended(status: int, words: bytes, program: str, log: Path) -> Ended:
         # nothing of the session has run: these are bubblewrap's own words
         said = _last_words(log)
         if "execvp" in said:
-            raise FileNotFoundError(errno.ENOENT, f"cannot be started in the sandbox ({said})", program)
+            raise FileNotFoundError(
+                errno.ENOENT, f"cannot be started in the sandbox ({said})", program
+            )
         raise OSError(f"the sandbox could not be made: {said}")
     return Ended(128 - status if 128 < status <= 128 + 64 else status)
 
@@ -273,7 +314,8 @@ class SandboxRuntime(HidingRuntime):
     warning: str | None = None
 
     def check(self) -> None:
-        """Raise `InputError` when bubblewrap is missing, too old, or may not make namespaces, or without a filter."""
+        """Raise `InputError` when bubblewrap is missing, too old, or may not make namespaces, or
+        without a filter."""
         for tool in self.tools:
             if not tool.exists():
                 raise InputError(f"the tool folder {tool} does not exist")
@@ -283,29 +325,43 @@ class SandboxRuntime(HidingRuntime):
             spec = BoxSpec(name="check", workspace=place, workdir="/workspace", home=place)
             view = View(spec, write_etc(place), self.layers())
             command = [bwrap, *view.arguments({}), "--", "/usr/bin/env"]
-            done = subprocess.run(command, env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            done = subprocess.run(
+                command, env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            )
         if done.returncode:
             said = done.stderr.strip()
-            how = _INSTALL if "Unknown option" in said else "allow user namespaces, or choose another --runtime"
+            how = (
+                _INSTALL
+                if "Unknown option" in said
+                else "allow user namespaces, or choose another --runtime"
+            )
             raise InputError(f"bubblewrap cannot make a sandbox here ({said}): {how}")
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[SandboxBox]:
-        """Yield a box. Raises `InputError` for an image, and for a tool folder that contains the workspace."""
+        """Yield a box. Raises `InputError` for an image, and for a tool folder that contains the
+        workspace."""
         if spec.image is not None:
-            raise InputError(f"the runtime sandbox has no images, and the task needs {spec.image}: --runtime container")
+            raise InputError(
+                f"the runtime sandbox has no images, and the task needs {spec.image}: --runtime"
+                " container"
+            )
         for tool in self.tools:
             require_narrow(tool, spec.workspace)
         spec = replace(spec, limits=spec.limits.of_isolated())
         bwrap = await finished_in(STARTS, _find_bwrap)
-        async with made(lambda: write_etc(Path(tempfile.mkdtemp(prefix="rolltap-"))), remove_folder) as etc:
+        async with made(
+            lambda: write_etc(Path(tempfile.mkdtemp(prefix="rolltap-"))), remove_folder
+        ) as etc:
             yield SandboxBox(self, spec, etc, bwrap)
 
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
-        """See `HidingRuntime.layers`. Shown are the system, the tools, and what programs of the operator need.
+        """See `HidingRuntime.layers`. Shown are the system, the tools, and what programs of the
+        operator need.
 
-        These are `_COMMON`, those of `show`, and each word of `command` that is a name on this process's PATH: a
-        program may start another one. A path in a command shows nothing, because a task may have written it.
+        These are `_COMMON`, those of `show`, and each word of `command` that is a name on this
+        process's PATH: a program may start another one. A path in a command shows nothing, because
+        a task may have written it.
         """
         super().layers()
         path = os.environ.get("PATH", os.defpath)
@@ -316,12 +372,14 @@ class SandboxRuntime(HidingRuntime):
         # what a link leads to is seen under its own path only
         hidden = self.hidden_in(place for place in shown if not place.is_symlink())
         layers = layered(shown, [*hidden, *projects_around(needed)])
-        for file in (Path(found) for found in (shutil.which(name, path=path) for name in names) if found):
+        for file in (
+            Path(found) for found in (shutil.which(name, path=path) for name in names) if found
+        ):
             for top, seen in (nearest(file, layers), nearest(file.resolve(), layers)):
                 if seen is False:
                     raise InputError(
-                        f"the program {file} is in {top}, which sessions must not see: install it elsewhere, or move "
-                        "what is private out of that folder"
+                        f"the program {file} is in {top}, which sessions must not see: install it"
+                        " elsewhere, or move what is private out of that folder"
                     )
         return layers
 
@@ -333,5 +391,7 @@ class SandboxRuntime(HidingRuntime):
 def _find_bwrap() -> str:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        raise InputError(f"the runtime sandbox needs bubblewrap, and bwrap is not on the PATH: {_INSTALL}")
+        raise InputError(
+            f"the runtime sandbox needs bubblewrap, and bwrap is not on the PATH: {_INSTALL}"
+        )
     return bwrap

@@ -1,4 +1,5 @@
-"""Programs under a supervisor: all that they start ends with them, and with this process, by kill -9 too.
+"""Programs under a supervisor: all that they start ends with them, and with this process, by kill
+-9 too.
 
 Their output goes through a pipe, which a thread of this process reads into a file.
 """
@@ -39,10 +40,12 @@ _WRITE_ONLY = 0o222
 
 
 class Output:
-    """The output of one program in a file. The program can add to it, and change nothing that it has written.
+    """The output of one program in a file. The program can add to it, and change nothing that it
+    has written.
 
-    With a `marker` the file has what follows the marker; what came before is in `before`. Where rolltap is not root, a
-    program that wants it can read what this process has not read yet, and so take it away.
+    With a `marker` the file has what follows the marker; what came before is in `before`. Where
+    rolltap is not root, a program that wants it can read what this process has not read yet, and so
+    take it away.
 
     Attributes:
         descriptor: The end of the pipe for the program.
@@ -62,7 +65,8 @@ class Output:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what is in the pipe and end the thread. Raises the `OSError` of a file that could not be written."""
+        """Write what is in the pipe and end the thread. Raises the `OSError` of a file that could
+        not be written."""
         os.close(self.descriptor)
         os.close(self._stop)
         self._thread.join()
@@ -73,7 +77,8 @@ class Output:
             raise self._error
 
     def _copy(self) -> None:
-        """Read until no writer is left, or until `close`: a process that got away may hold the pipe for good."""
+        """Read until no writer is left, or until `close`: a process that got away may hold the pipe
+        for good."""
         poll = select.poll()
         for descriptor in (self._read, self._stopped):
             poll.register(descriptor, select.POLLIN)
@@ -83,7 +88,9 @@ class Output:
                 return
             self._take(chunk)
             if not self._left:
-                time.sleep(_PAUSE_SECONDS)  # a program that floods its output takes no core of this process
+                time.sleep(
+                    _PAUSE_SECONDS
+                )  # a program that floods its output takes no core of this process
         os.set_blocking(self._read, False)
         with contextlib.suppress(BlockingIOError):
             for _ in range(_PIPE_BYTES // _CHUNK):
@@ -110,7 +117,8 @@ class Output:
 def _close_to_readers(descriptor: int) -> None:
     """Keep programs from opening the pipe for reading, by which they would take output away.
 
-    They can open it through /proc/self/fd. An owner can undo it: only root has another one to give it to.
+    They can open it through /proc/self/fd. An owner can undo it: only root has another one to give
+    it to.
     """
     os.fchmod(descriptor, _WRITE_ONLY)
     with contextlib.suppress(OSError):
@@ -124,7 +132,8 @@ loop does not have, and mostly of a core, so that more of them at a time would o
 
 @asynccontextmanager
 async def made(make: Callable[[], T], remove: Callable[[T], None]) -> AsyncIterator[T]:
-    """Yield the result of `make`, which is called in a thread of `STARTS`, and `remove` it in a thread.
+    """Yield the result of `make`, which is called in a thread of `STARTS`, and `remove` it in a
+    thread.
 
     Raises what `make` raises. A caller that is cancelled meanwhile leaves nothing behind.
     """
@@ -139,7 +148,8 @@ async def made(make: Callable[[], T], remove: Callable[[T], None]) -> AsyncItera
 
 @asynccontextmanager
 async def written_to(log: Path, *, marker: bytes | None = None) -> AsyncIterator[Output]:
-    """Yield the output of a program, see `Output`. The file is complete when the block has been left."""
+    """Yield the output of a program, see `Output`. The file is complete when the block has been
+    left."""
     async with made(lambda: Output(log, marker=marker), Output.close) as output:
         yield output
 
@@ -150,15 +160,18 @@ _GRACE_SECONDS = 5.0
 
 
 class Supervised:
-    """A program, started as the child of a supervisor (`supervise.py`). Without other children than its own.
+    """A program, started as the child of a supervisor (`supervise.py`). Without other children than
+    its own.
 
-    Every process that the program leaves is killed when it ends, when `close` is called and when this process dies;
-    then the supervisor runs `cleanup`, a command. The program gets SIGTERM first when `grace` is not 0, and is killed
-    after these seconds. It dies with its supervisor; its own children do not if they kill that one before.
+    Every process that the program leaves is killed when it ends, when `close` is called and when
+    this process dies; then the supervisor runs `cleanup`, a command. The program gets SIGTERM first
+    when `grace` is not 0, and is killed after these seconds. It dies with its supervisor; its own
+    children do not if they kill that one before.
 
-    `env` is the program's whole environment. It has an empty stdin, and a process session of its own, which Ctrl-C does
-    not reach. `output` is its stdout and stderr. `descriptors` of this process stay open in it, and only in it.
-    `rlimits` has names and values of limits of the module `resource`, `cpus` the processor cores that it may use.
+    `env` is the program's whole environment. It has an empty stdin, and a process session of its
+    own, which Ctrl-C does not reach. `output` is its stdout and stderr. `descriptors` of this
+    process stay open in it, and only in it. `rlimits` has names and values of limits of the module
+    `resource`, `cpus` the processor cores that it may use.
 
     Raises `OSError` when the supervisor cannot be started, for instance without the folder `cwd`.
     """
@@ -207,7 +220,8 @@ class Supervised:
                 raise
 
     def started(self) -> int:
-        """Wait until the program has started, and return its process id. Raises `OSError` when it cannot be started."""
+        """Wait until the program has started, and return its process id. Raises `OSError` when it
+        cannot be started."""
         return self._read(self._control.recv(65536))
 
     async def started_async(self) -> int:
@@ -236,7 +250,9 @@ class Supervised:
         return await finished_in(STARTS, self.process.wait)
 
     def _read(self, message: bytes) -> int:
-        answer: dict[str, Any] = json.loads(message or b'{"pid": 0}')  # the supervisor was killed: see its status
+        answer: dict[str, Any] = json.loads(
+            message or b'{"pid": 0}'
+        )  # the supervisor was killed: see its status
         if "pid" in answer:
             return int(answer["pid"])
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
@@ -255,7 +271,8 @@ async def readable(descriptor: int) -> None:
 
 @asynccontextmanager
 async def start(command: Sequence[str], **how: Any) -> AsyncIterator[Supervised]:
-    """Start a program (see `Supervised`). Leaving the block kills what is left of it, and waits for its end.
+    """Start a program (see `Supervised`). Leaving the block kills what is left of it, and waits for
+    its end.
 
     Raises `OSError` when it cannot be started.
     """
@@ -282,15 +299,19 @@ async def run_supervised(
     folders: Sequence[Path] = (),
     **how: Any,
 ) -> Ended:
-    """Run a program to its end, with its output in the file `log`, and kill what it leaves. See `Supervised`.
+    """Run a program to its end, with its output in the file `log`, and kill what it leaves. See
+    `Supervised`.
 
-    It gets SIGTERM after `timeout` seconds, and is killed 5 s later; at once at a limit of all its processes, with
-    `folders` and the log as the files that count, and when the caller is cancelled. Raises `OSError` when it cannot be
-    started.
+    It gets SIGTERM after `timeout` seconds, and is killed 5 s later; at once at a limit of all its
+    processes, with `folders` and the log as the files that count, and when the caller is cancelled.
+    Raises `OSError` when it cannot be started.
     """
     limits = limits or Limits()
     how = {"rlimits": rlimits(limits), "cpus": choose_cores(limits), **how}
-    async with written_to(log) as output, start(command, cwd=cwd, env=env, output=output.descriptor, **how) as program:
+    async with (
+        written_to(log) as output,
+        start(command, cwd=cwd, env=env, output=output.descriptor, **how) as program,
+    ):
         find = partial(ProcessTable.descendants, pid=program.process.pid)
         return await end(program, timeout, exceeded(limits, find, [*folders, log]))
 

@@ -1,7 +1,8 @@
 """The limits of a box that no kernel holds: its processes and folders are polled.
 
-A program in a container has control groups as well, where its engine can use them. Elsewhere a process has limits of
-its own (`rlimits`), and polling alone sees what all processes of a box use together.
+A program in a container has control groups as well, where its engine can use them. Elsewhere a
+process has limits of its own (`rlimits`), and polling alone sees what all processes of a box use
+together.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ from rolltap.trainer.tasks.task import Limits
 
 _PAUSE_SECONDS = 0.25
 _BUSY_SHARE = 0.05
-"""Share of a core's time that looks at one thing may take, unless their pauses would get longer than these:"""
+"""Share of a core's time that looks at one thing may take, unless their pauses would get longer
+than these:"""
 _LONGEST_SECONDS = 2.0
 _LONGEST_DISK_SECONDS = 10.0
 _SLICE_SECONDS = 0.25
@@ -81,7 +83,8 @@ async def exceeded(limits: Limits, find: Find, folders: Sequence[Path]) -> StopR
 
 
 def rlimits(limits: Limits) -> dict[str, int]:
-    """Return limits of the module `resource` for each process: open files, and the size of one file."""
+    """Return limits of the module `resource` for each process: open files, and the size of one
+    file."""
     size = {} if limits.disk_gib is None else {"RLIMIT_FSIZE": int(limits.disk_gib * _GIB)}
     return {"RLIMIT_NOFILE": _DESCRIPTORS, **size}
 
@@ -106,7 +109,8 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def end_program(pid: int, grace: float = 5.0) -> None:
-    """End the program of process `pid` and its descendants: SIGTERM, then SIGKILL after `grace` seconds."""
+    """End the program of process `pid` and its descendants: SIGTERM, then SIGKILL after `grace`
+    seconds."""
     with contextlib.suppress(psutil.NoSuchProcess):
         running = [psutil.Process(pid), *descendants(pid)]
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -138,12 +142,15 @@ class ProcessTable:
         return list(found.values())
 
     def in_namespace_of(self, pid: int) -> list[psutil.Process]:
-        """Return the processes in the PID namespace of process `pid`, with those in namespaces that they have made.
+        """Return the processes in the PID namespace of process `pid`, with those in namespaces that
+        they have made.
 
         Programs that an engine runs in a container are no children of its first process.
         """
         if not self._namespaces:
-            self._namespaces = {process.pid: _pid_namespace(process.pid) for process in self._processes}
+            self._namespaces = {
+                process.pid: _pid_namespace(process.pid) for process in self._processes
+            }
         namespace = _pid_namespace(pid)
         if namespace is None:
             return []
@@ -178,18 +185,24 @@ def _pid_namespace(pid: int) -> str | None:
 
 
 def written_folders(pid: int) -> list[Path]:
-    """Return the folder of this machine that holds what is written to the root of process `pid`: of an overlay only."""
+    """Return the folder of this machine that holds what is written to the root of process `pid`: of
+    an overlay only."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
             fields, _, source = line.partition(" - ")
             if fields.split()[4] == "/":
                 options = source.split()[-1].split(",")
-                return [Path(option.removeprefix("upperdir=")) for option in options if option.startswith("upperdir=")]
+                return [
+                    Path(option.removeprefix("upperdir="))
+                    for option in options
+                    if option.startswith("upperdir=")
+                ]
     return []
 
 
 def out_of_memory_kills(pid: int) -> int:
-    """Return how many processes the kernel has killed at the memory limit of the control group of process `pid`.
+    """Return how many processes the kernel has killed at the memory limit of the control group of
+    process `pid`.
 
     See `memory.oom_control` of control groups of version 1, `memory.events` of version 2.
     """
@@ -236,7 +249,8 @@ def _timed(look: Callable[[], StopReason | None]) -> tuple[StopReason | None, fl
 def pause_after(seconds: float, boxes: int, longest: float) -> float:
     """Return the pause after a look that took `seconds`, where so many boxes are looked at.
 
-    The looks at all boxes share `_BUSY_SHARE` of a core, unless the pause would be over `longest` seconds.
+    The looks at all boxes share `_BUSY_SHARE` of a core, unless the pause would be over `longest`
+    seconds.
     """
     return min(max(_PAUSE_SECONDS, seconds * boxes / _BUSY_SHARE), longest)
 
@@ -248,13 +262,19 @@ _DISK = _Poller("disk", _DISK_THREADS, _LONGEST_DISK_SECONDS)
 
 def _processes_over(limits: Limits, find: FindNow, nameless: "Nameless") -> StopReason | None:
     processes = find()
-    if limits.processes is not None and _sum(processes, psutil.Process.num_threads) > limits.processes:
+    if (
+        limits.processes is not None
+        and _sum(processes, psutil.Process.num_threads) > limits.processes
+    ):
         return "processes"
     if limits.memory_gib is not None:
         left = limits.memory_gib * _GIB - nameless.in_memory
         # resident sizes are quick to read, and count shared pages for each process
         resident = _sum(processes, lambda process: process.memory_info().rss)
-        if resident > left and _sum(processes, lambda process: process.memory_full_info().pss) > left:
+        if (
+            resident > left
+            and _sum(processes, lambda process: process.memory_full_info().pss) > left
+        ):
             return "memory"
     return None
 
@@ -272,7 +292,8 @@ def _disk_over(most: float, folders: Sequence[Path], nameless: "Nameless") -> St
 
 
 class Nameless:
-    """Open files that no folder has, counted process by process, so that many of them keep nothing waiting.
+    """Open files that no folder has, counted process by process, so that many of them keep nothing
+    waiting.
 
     Attributes:
         in_memory: Bytes of those in memory.
@@ -285,7 +306,8 @@ class Nameless:
         self._found: dict[bool, dict[tuple[int, int], int]] = {}
 
     def look(self, find: FindNow) -> None:
-        """Look at further processes, for a moment. A round over all begins with what `find` returns."""
+        """Look at further processes, for a moment. A round over all begins with what `find`
+        returns."""
         end = time.monotonic() + _SLICE_SECONDS
         if not self._rest:
             self._rest, self._found = find(), {True: {}, False: {}}
@@ -305,14 +327,17 @@ class Nameless:
                     status = os.stat(descriptor.path)
                     if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                         in_memory = os.readlink(descriptor.path).startswith("/memfd:")
-                        self._found[in_memory][status.st_dev, status.st_ino] = status.st_blocks * 512
+                        self._found[in_memory][status.st_dev, status.st_ino] = (
+                            status.st_blocks * 512
+                        )
 
 
 def disk_bytes(folders: Sequence[Path]) -> float:
-    """Return the space on disk of files and folders, as du(1) counts it: it follows no link and any depth.
+    """Return the space on disk of files and folders, as du(1) counts it: it follows no link and any
+    depth.
 
-    Folders that a program has closed to this user are counted by root of a user namespace. Infinity when they cannot be
-    counted, or not within a minute.
+    Folders that a program has closed to this user are counted by root of a user namespace. Infinity
+    when they cannot be counted, or not within a minute.
     """
     size, closed = _disk_usage([], folders)
     if closed:
@@ -322,12 +347,26 @@ def disk_bytes(folders: Sequence[Path]) -> float:
 
 def _disk_usage(prefix: Sequence[str], folders: Sequence[Path]) -> tuple[float, bool]:
     """Return the space of folders, and whether one was closed."""
-    command = [*prefix, "du", "--summarize", "--total", "--one-file-system", "--block-size=1", "--", *map(str, folders)]
+    command = [
+        *prefix,
+        "du",
+        "--summarize",
+        "--total",
+        "--one-file-system",
+        "--block-size=1",
+        "--",
+        *map(str, folders),
+    ]
     env = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
     with tempfile.TemporaryFile() as errors:
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=env, timeout=_DISK_SECONDS
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=env,
+                timeout=_DISK_SECONDS,
             )
         except subprocess.TimeoutExpired:
             return math.inf, False

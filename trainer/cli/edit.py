@@ -175,7 +175,8 @@ def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
     for origin in run.metadata["merged_from"]:
         if prefix := origin.get("prefix"):
             click.echo(
-                f"sessions and groups of {origin['run']} are named {prefix}... : another run has equal names",
+                f"sessions and groups of {origin['run']} are named {prefix}... : another run has"
+                " equal names",
             )
     for loss in left_behind:
         click.echo(

@@ -1,7 +1,7 @@
 """Client of vLLM's HTTP API for its operator: models, endpoints, weight updates and scoring.
 
-Weight updates use vLLM's development routes. An engine of `rolltap serve` asks for its key on them; vLLM's own
-`--api-key` does not guard them.
+Weight updates use vLLM's development routes. An engine of `rolltap serve` asks for its key on them;
+vLLM's own `--api-key` does not guard them.
 """
 
 import logging
@@ -32,10 +32,12 @@ T = TypeVar("T")
 _HEALTH_SECONDS = 5.0
 _GET_SECONDS = 30.0
 _POST_SECONDS = 600.0
-"""Timeout of a POST. A pause waits for the calls in flight, and loading a large checkpoint takes minutes."""
+"""Timeout of a POST. A pause waits for the calls in flight, and loading a large checkpoint takes
+minutes."""
 _CONNECT_SECONDS = 10.0
 _REGISTER_SECONDS = 10.0
-"""Timeout of the owner's register, which answers from memory: an ending training must not wait for a stuck engine."""
+"""Timeout of the owner's register, which answers from memory: an ending training must not wait for
+a stuck engine."""
 
 _REQUIRED_PATHS = {
     "/inference/v1/generate": "token-in/token-out generation",
@@ -59,15 +61,16 @@ class Models:
 
 
 class Sampled(NamedTuple):
-    """Tokens that an engine sampled, and their log-probabilities at temperature 1 in nats, each of shape (C,)."""
+    """Tokens that an engine sampled, and their log-probabilities at temperature 1 in nats, each of
+    shape (C,)."""
 
     ids: list[int]
     logprobs: list[float]
 
 
 class Load(NamedTuple):
-    """The load of an engine: requests that it runs and that wait, the share of its cache that is used, and the number
-    of preemptions since its start."""
+    """The load of an engine: requests that it runs and that wait, the share of its cache that is
+    used, and the number of preemptions since its start."""
 
     running: int
     waiting: int
@@ -83,10 +86,12 @@ _LOAD = (
 
 
 class EngineAdmin:
-    """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise `EngineError`.
+    """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise
+    `EngineError`.
 
-    `key_file` holds the engine's key; by default it is the one that `ROLLTAP_ENGINE_KEY_FILE` names, if any. Raises
-    `InputError` when the file cannot be read, and for a text that is no URL of an engine.
+    `key_file` holds the engine's key; by default it is the one that `ROLLTAP_ENGINE_KEY_FILE`
+    names, if any. Raises `InputError` when the file cannot be read, and for a text that is no URL
+    of an engine.
     """
 
     def __init__(self, url: str, key_file: str | Path | None = None) -> None:
@@ -96,39 +101,52 @@ class EngineAdmin:
             raise InputError(f"the engine's URL {error}") from None
         self.url = url.rstrip("/")
         self._key = read_key(key_file)
-        # No keep-alive: vLLM closes connections after some errors without announcing it. No environment: the engine is
-        # reached directly, not through the caller's HTTP proxy.
+        # No keep-alive: vLLM closes connections after some errors without announcing it. No
+        # environment: the engine is reached directly, not through the caller's HTTP proxy.
         self._client = httpx.Client(
-            headers=authorization(self._key), limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
+            headers=authorization(self._key),
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
         )
 
     def healthy(self) -> bool:
         """Return True when the engine answers its health check with 200."""
         try:
-            return self._client.get(f"{self.url}/health", timeout=_HEALTH_SECONDS).status_code == 200
+            return (
+                self._client.get(f"{self.url}/health", timeout=_HEALTH_SECONDS).status_code == 200
+            )
         except (httpx.HTTPError, httpx.InvalidURL):
             return False
 
     def require_key(self) -> None:
         """Raise `EngineError` when the engine answers requests without a key."""
         try:
-            status = httpx.get(f"{self.url}/version", timeout=_GET_SECONDS, trust_env=False).status_code
+            status = httpx.get(
+                f"{self.url}/version", timeout=_GET_SECONDS, trust_env=False
+            ).status_code
         except httpx.HTTPError as error:
-            raise EngineError(f"GET {self.url}/version: no engine answers ({error!r}); see its log") from error
+            raise EngineError(
+                f"GET {self.url}/version: no engine answers ({error!r}); see its log"
+            ) from error
         if status != 401:
             raise EngineError(
-                f"vLLM at {self.url} answers without its key: it ignores --middleware (VLLM_USE_RUST_FRONTEND does)"
+                f"vLLM at {self.url} answers without its key: it ignores --middleware"
+                " (VLLM_USE_RUST_FRONTEND does)"
             )
 
     def require_endpoints(self) -> None:
-        """Raise `EngineError` when the engine lacks an endpoint that recording or publishing needs."""
+        """Raise `EngineError` when the engine lacks an endpoint that recording or publishing
+        needs."""
         paths = self._ask("GET", "/openapi.json", lambda answer: answer["paths"].keys())
         version = self._ask("GET", "/version", lambda answer: answer["version"])
-        missing = [f"{path} ({what})" for path, what in _REQUIRED_PATHS.items() if path not in paths]
+        missing = [
+            f"{path} ({what})" for path, what in _REQUIRED_PATHS.items() if path not in paths
+        ]
         if missing:
             raise EngineError(
-                f"vLLM {version} at {self.url} lacks {', '.join(missing)}: rolltap needs vLLM 0.32 or newer, started "
-                "by `rolltap serve` or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+                f"vLLM {version} at {self.url} lacks {', '.join(missing)}: rolltap needs vLLM 0.32"
+                " or newer, started by `rolltap serve` or with --enable-scale-out and"
+                " VLLM_SERVER_DEV_MODE=1"
             )
 
     def models(self) -> Models:
@@ -137,44 +155,61 @@ class EngineAdmin:
         def read(answer: Any) -> Models:
             base = next(card for card in answer["data"] if not card.get("parent"))
             adapters = frozenset(str(card["id"]) for card in answer["data"] if card.get("parent"))
-            return Models(str(base["id"]), str(base.get("root") or base["id"]), int(base["max_model_len"]), adapters)
+            return Models(
+                str(base["id"]),
+                str(base.get("root") or base["id"]),
+                int(base["max_model_len"]),
+                adapters,
+            )
 
         return self._ask("GET", "/v1/models", read)
 
     def weight_version(self) -> str:
-        """Return the version of the base model's weights, which vLLM also reports with sampled tokens."""
+        """Return the version of the base model's weights, which vLLM also reports with sampled
+        tokens."""
         return self._ask("GET", "/weight_info", lambda answer: str(answer["weight_version"]))
 
     def set_weight_version(self, version: str) -> None:
-        """Set the version of the base model's weights, and raise `EngineError` unless the engine then reports it."""
+        """Set the version of the base model's weights, and raise `EngineError` unless the engine
+        then reports it."""
         self._send("POST", "/update_weight_version", {"new_version": version})
         served = self.weight_version()
         if served != version:
-            raise EngineError(f"vLLM reports that it serves version {served!r} after {version!r} was published")
+            raise EngineError(
+                f"vLLM reports that it serves version {served!r} after {version!r} was published"
+            )
 
     def load(self) -> Load:
         """Return the engine's load, of all its replicas together."""
         text = self._send("GET", "/metrics").text
         try:
             found = {family.name: family for family in text_string_to_metric_families(text)}
-            running, waiting, cache, preemptions = ([each.value for each in found[name].samples] for name in _LOAD)
+            running, waiting, cache, preemptions = (
+                [each.value for each in found[name].samples] for name in _LOAD
+            )
             return Load(int(sum(running)), int(sum(waiting)), max(cache), int(sum(preemptions)))
         except (KeyError, ValueError) as error:
-            raise EngineError(f"GET {self.url}/metrics: the engine does not tell its load ({error!r})") from error
+            raise EngineError(
+                f"GET {self.url}/metrics: the engine does not tell its load ({error!r})"
+            ) from error
 
     def runs_on_cpu(self) -> bool:
         """Return True when the printed form of vLLM's model names the CPU attention backend."""
         body = {"method": "get_model_inspection"}
-        return self._ask("POST", "/collective_rpc", lambda answer: "backend=CPU" in answer["results"][0], body)
+        return self._ask(
+            "POST", "/collective_rpc", lambda answer: "backend=CPU" in answer["results"][0], body
+        )
 
     def dtype(self) -> str | None:
-        """Return the type in which the engine computes; None when it does not tell, or for one of no recipe."""
+        """Return the type in which the engine computes; None when it does not tell, or for one of
+        no recipe."""
         response = self._send("GET", "/server_info", expected=(404,))
         found = re.search(r"\bdtype=torch\.(bfloat16|float32)\b", response.text)
         return None if found is None else found[1]
 
     def require_scores(self) -> None:
-        """Raise `EngineError` for an engine that may end when it computes scores beside other calls.
+        """Raise `EngineError` for an engine that may end when it computes scores beside other
+        calls.
 
         An engine of `rolltap serve` lets them wait for each other (`in_vllm.rolltap_scores`).
         """
@@ -182,12 +217,14 @@ class EngineAdmin:
         takes_adapters = '"lora_config":{' in text.replace(" ", "")
         if takes_adapters and self.register("GET")[0] == 404:
             raise EngineError(
-                f"the engine at {self.url} takes LoRA adapters, and vLLM ends when it computes scores beside other "
-                "calls then: start it with `rolltap serve`, or without --enable-lora"
+                f"the engine at {self.url} takes LoRA adapters, and vLLM ends when it computes"
+                " scores beside other calls then: start it with `rolltap serve`, or without"
+                " --enable-lora"
             )
 
     def require_adapters(self, max_staleness: int, adapters: int) -> None:
-        """Raise `EngineError` when the engine has too few places for the adapters of a training: see a recipe's keys.
+        """Raise `EngineError` when the engine has too few places for the adapters of a training:
+        see a recipe's keys.
 
         Sessions with adapters that do not fit into a batch would wait for each other.
         """
@@ -198,16 +235,20 @@ class EngineAdmin:
 
         batch, memory = self._ask("GET", "/server_info?config_format=json", read)
         if batch < max_staleness + 2 or memory <= adapters:
-            has = f"{batch} adapters in a batch (--max-loras) and {memory} in memory (--max-cpu-loras)"
+            has = (
+                f"{batch} adapters in a batch (--max-loras) and {memory} in memory"
+                " (--max-cpu-loras)"
+            )
             asked = f"max_staleness = {max_staleness} and adapters = {adapters}"
             start = f"rolltap serve --lora-rank RANK --max-staleness {max_staleness}"
             raise EngineError(
-                f"the engine at {self.url} has places for {has}: {asked} need {max_staleness + 2} and "
-                f"{adapters + 1}; start it with `{start}`"
+                f"the engine at {self.url} has places for {has}: {asked} need {max_staleness + 2}"
+                f" and {adapters + 1}; start it with `{start}`"
             )
 
     def require_processed(self) -> None:
-        """Raise `EngineError` when the log-probabilities are not those of the sampling temperature."""
+        """Raise `EngineError` when the log-probabilities are not those of the sampling
+        temperature."""
 
         def read(answer: Any) -> str:
             return str(answer["vllm_config"]["model_config"]["logprobs_mode"])
@@ -215,8 +256,9 @@ class EngineAdmin:
         mode = self._ask("GET", "/server_info?config_format=json", read)
         if mode != "processed_logprobs":
             raise EngineError(
-                f"the engine at {self.url} reports {mode}, which are those of temperature 1: start it with `rolltap "
-                "serve` or --logprobs-mode processed_logprobs, or remove grpo.temperature"
+                f"the engine at {self.url} reports {mode}, which are those of temperature 1: start"
+                " it with `rolltap serve` or --logprobs-mode processed_logprobs, or remove"
+                " grpo.temperature"
             )
 
     def is_paused(self) -> bool:
@@ -226,7 +268,8 @@ class EngineAdmin:
     def pause(self, *, keep: bool = False) -> None:
         """Return when the calls in flight have ended, or with `keep` stand still.
 
-        New calls wait until `resume`. vLLM 0.33 refuses them without `keep` (503): recorders ask again, others fail.
+        New calls wait until `resume`. vLLM 0.33 refuses them without `keep` (503): recorders ask
+        again, others fail.
         """
         self._send("POST", f"/pause?mode={'keep' if keep else 'wait'}")
 
@@ -235,7 +278,8 @@ class EngineAdmin:
         self._send("POST", "/resume")
 
     def serve(self, checkpoint: Path, version: str, *, keep: bool = False) -> None:
-        """Pause, load the base model's weights from a folder, name them, and resume; on an error it stays paused."""
+        """Pause, load the base model's weights from a folder, name them, and resume; on an error it
+        stays paused."""
         self.pause(keep=keep)
         self.install(checkpoint, version)
         self.resume()
@@ -247,29 +291,40 @@ class EngineAdmin:
         self.set_weight_version(version)
 
     def register(self, method: str, **asked: Any) -> tuple[int, Any]:
-        """Ask the register of the engine's owner (`in_vllm.rolltap_owner`). Return the status and the answer.
+        """Ask the register of the engine's owner (`in_vllm.rolltap_owner`). Return the status and
+        the answer.
 
-        The status is 200, 404 when the engine has no register, or 409 when another training owns the engine.
+        The status is 200, 404 when the engine has no register, or 409 when another training owns
+        the engine.
         """
-        response = self._send(method, OWNER, asked or None, expected=(404, 409), seconds=_REGISTER_SECONDS)
+        response = self._send(
+            method, OWNER, asked or None, expected=(404, 409), seconds=_REGISTER_SECONDS
+        )
         try:
             return response.status_code, response.json()
         except ValueError as error:
-            raise EngineError(f"{self.url}{OWNER} answers {response.text[:200]!r}: it is not vLLM") from error
+            raise EngineError(
+                f"{self.url}{OWNER} answers {response.text[:200]!r}: it is not vLLM"
+            ) from error
 
     def reload_weights(self, checkpoint: Path) -> None:
-        """Load the base model's weights from a folder, which the engine must see under the same path."""
+        """Load the base model's weights from a folder, which the engine must see under the same
+        path."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self._send("POST", "/collective_rpc", body)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the KV cache, which was computed with the old weights. Calls that stand still compute theirs again."""
+        """Drop the KV cache, which was computed with the old weights. Calls that stand still
+        compute theirs again."""
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not self._ask("POST", path, lambda answer: bool(answer["success"])):
-            raise EngineError("vLLM kept its prefix cache, which was computed with the old weights: restart it")
+            raise EngineError(
+                "vLLM kept its prefix cache, which was computed with the old weights: restart it"
+            )
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load the LoRA adapter in a folder as `name`. The engine must see the folder under the same path."""
+        """Load the LoRA adapter in a folder as `name`. The engine must see the folder under the
+        same path."""
         self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def unload_adapter(self, name: str) -> None:
@@ -277,10 +332,11 @@ class EngineAdmin:
         self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def sample(self, model: str, prompt_ids: Sequence[int], tokens: int) -> Sampled:
-        """Let `model` sample so many tokens after a prompt at temperature 1, also after the end of a text.
+        """Let `model` sample so many tokens after a prompt at temperature 1, also after the end of
+        a text.
 
-        In contrast to `score`, it disturbs no other call, and their log-probabilities come from the kernels that
-        sample.
+        In contrast to `score`, it disturbs no other call, and their log-probabilities come from the
+        kernels that sample.
         """
         sampling = {**NEUTRAL_SAMPLING, "max_tokens": tokens, "logprobs": 0, "ignore_eos": True}
         body = {"model": model, "token_ids": [*prompt_ids], "sampling_params": sampling}
@@ -295,24 +351,39 @@ class EngineAdmin:
 
         return self._ask("POST", "/inference/v1/generate", read, body)
 
-    def score(self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Return the natural-log probability of each completion token under `model` at temperature 1, shape (C,)."""
+    def score(
+        self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]
+    ) -> list[float]:
+        """Return the natural-log probability of each completion token under `model` at temperature
+        1, shape (C,)."""
         entries = self.score_tokens(model, prompt_ids, completion_ids, 0)
         return [entry[token] for entry, token in zip(entries, completion_ids, strict=True)]
 
     def score_tokens(
         self, model: str, prompt: Sequence[int], sampled: Sequence[int], top: int
     ) -> list[dict[int, float]]:
-        """Return for each sampled token a map of ids to log-probabilities: its own, and the `top` likeliest.
+        """Return for each sampled token a map of ids to log-probabilities: its own, and the `top`
+        likeliest.
 
         An engine that takes adapters has no other call meanwhile: see `in_vllm.rolltap_scores`.
         """
-        body = {"model": model, "prompt": [*prompt, *sampled], "max_tokens": 1, "prompt_logprobs": top}
+        body = {
+            "model": model,
+            "prompt": [*prompt, *sampled],
+            "max_tokens": 1,
+            "prompt_logprobs": top,
+        }
 
         def read(answer: Any) -> list[dict[int, float]]:
             entries = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
-            found = [{int(token): float(of["logprob"]) for token, of in entry.items()} for entry in entries]
-            if any(token not in entry or len(entry) < top for entry, token in zip(found, sampled, strict=True)):
+            found = [
+                {int(token): float(of["logprob"]) for token, of in entry.items()}
+                for entry in entries
+            ]
+            if any(
+                token not in entry or len(entry) < top
+                for entry, token in zip(found, sampled, strict=True)
+            ):
                 raise ValueError("a token has no log-probability")
             return found
 
@@ -321,11 +392,15 @@ class EngineAdmin:
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens around them."""
         return self._ask(
-            "POST", "/tokenize", lambda a: list(a["tokens"]), {"prompt": text, "add_special_tokens": False}
+            "POST",
+            "/tokenize",
+            lambda a: list(a["tokens"]),
+            {"prompt": text, "add_special_tokens": False},
         )
 
     def has_tokenizer_of(self, own: "OwnModel") -> bool:
-        """Return True if the engine splits a text as `own`, and each of its token ids has the text that `own` has."""
+        """Return True if the engine splits a text as `own`, and each of its token ids has the text
+        that `own` has."""
         for path, body, key, expected in own.questions:
             if self._ask("POST", path, itemgetter(key), body) != expected:
                 return False
@@ -357,30 +432,44 @@ class EngineAdmin:
         seconds: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> httpx.Response:
-        """Send a request. Raises `EngineError` for a status that is neither a success nor `expected`."""
+        """Send a request. Raises `EngineError` for a status that is neither a success nor
+        `expected`."""
         request = f"{method} {self.url}{path}"
         seconds = seconds or (_GET_SECONDS if method == "GET" else _POST_SECONDS)
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             url = self.url + path
-            response = self._client.request(method, url, json=body, timeout=timeout, headers=headers)
+            response = self._client.request(
+                method, url, json=body, timeout=timeout, headers=headers
+            )
         except httpx.TimeoutException as error:
-            raise EngineError(f"{request}: the engine did not answer in time ({error!r}); see its log") from error
+            raise EngineError(
+                f"{request}: the engine did not answer in time ({error!r}); see its log"
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             advice = "start it with `rolltap serve`, or give its URL (--engine, engine=)"
-            advice = "it speaks no TLS: give its URL with http://" if "WRONG_VERSION_NUMBER" in str(error) else advice
+            advice = (
+                "it speaks no TLS: give its URL with http://"
+                if "WRONG_VERSION_NUMBER" in str(error)
+                else advice
+            )
             raise EngineError(f"{request}: no engine answers ({error!r}); {advice}") from error
         if refused := key_refused(self.url, response.status_code, self._key):
             raise EngineError(f"{request}: {refused}")
         if not response.is_success and response.status_code not in expected:
-            raise EngineError(f"{request}: {response.status_code} {response.text[:1000]}; {_advice(path, response)}")
+            raise EngineError(
+                f"{request}: {response.status_code} {response.text[:1000]};"
+                f" {_advice(path, response)}"
+            )
         return response
 
 
 def _advice(path: str, response: httpx.Response) -> str:
     """Return what the user can do about an error response."""
     missing = response.status_code == 404
-    if missing and '"error"' not in response.text:  # an unknown route: errors of vLLM's own routes have that key
+    if (
+        missing and '"error"' not in response.text
+    ):  # an unknown route: errors of vLLM's own routes have that key
         if "lora_adapter" in path:
             flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             return f"start vLLM with `rolltap serve --lora-rank`, or with {flags}"
@@ -390,9 +479,15 @@ def _advice(path: str, response: httpx.Response) -> str:
     if missing and path == "/v1/load_lora_adapter":
         return "the engine must see the publisher's folder under the same path"
     if "max_lora_rank" in response.text:
-        return "start the engine with `rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r"
+        return (
+            "start the engine with `rolltap serve --lora-rank` of that rank or more, or set a"
+            " smaller lora.r"
+        )
     if "out of vocabulary" in response.text:
-        return "the engine serves a model with another tokenizer: start it with the model that run.json names"
+        return (
+            "the engine serves a model with another tokenizer: start it with the model that"
+            " run.json names"
+        )
     return "see the engine's log"
 
 
@@ -407,11 +502,13 @@ class Unanswered(KeyboardInterrupt):
 
 
 def ask_all(engines: Sequence[EngineAdmin], ask: Callable[[EngineAdmin], T]) -> list[T]:
-    """Call `ask` with every engine, all at the same time. Return the results in the order of the engines.
+    """Call `ask` with every engine, all at the same time. Return the results in the order of the
+    engines.
 
-    Raises one `EngineError` with the messages of all engines that failed, after all calls have ended. An interruption
-    waits for that too: otherwise going back would race with a call that is still under way. It waits `STOP_SECONDS`,
-    or until the next interruption, and then raises `Unanswered`.
+    Raises one `EngineError` with the messages of all engines that failed, after all calls have
+    ended. An interruption waits for that too: otherwise going back would race with a call that is
+    still under way. It waits `STOP_SECONDS`, or until the next interruption, and then raises
+    `Unanswered`.
     """
     calls: dict[EngineAdmin, Future[T]] = {engine: Future() for engine in engines}
     try:

@@ -1,4 +1,5 @@
-"""Publication of new weights to running engines: of a full checkpoint, which they reload, or of a LoRA adapter.
+"""Publication of new weights to running engines: of a full checkpoint, which they reload, or of a
+LoRA adapter.
 
 The engines read weights from a folder, which they must see under the publisher's path.
 """
@@ -25,11 +26,12 @@ _BYTES = 2
 class CheckpointPublisher:
     """Saves the model, and makes the engines reload it. An adapter is merged into the saved copy.
 
-    During the reload all engines are paused: they finish the requests in flight first, and new ones wait. So no engine
-    request is sampled by two versions. A call that is continued after an engine failure takes several requests.
-    Adapters are unloaded: they were made for other weights of the base model.
-    `folder` may be shared with other runs. The published checkpoint stays there: a publication that fails goes back
-    to it, or to the model in `base` if there is none. The constructor raises `RunError` for a folder without room.
+    During the reload all engines are paused: they finish the requests in flight first, and new ones
+    wait. So no engine request is sampled by two versions. A call that is continued after an engine
+    failure takes several requests. Adapters are unloaded: they were made for other weights of the
+    base model. `folder` may be shared with other runs. The published checkpoint stays there: a
+    publication that fails goes back to it, or to the model in `base` if there is none. The
+    constructor raises `RunError` for a folder without room.
     """
 
     def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path) -> None:
@@ -40,11 +42,13 @@ class CheckpointPublisher:
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> None:
         """See `Publisher.publish`."""
-        if model.config.tie_word_embeddings and any(self._engines.each(lambda engine: engine.runs_on_cpu())):
+        if model.config.tie_word_embeddings and any(
+            self._engines.each(lambda engine: engine.runs_on_cpu())
+        ):
             raise InputError(
-                "the model ties its input and output embeddings, and vLLM on CPU keeps the old output embeddings on a "
-                "reload: untie them before the engine is started (tie_word_embeddings=false and a saved lm_head), or "
-                "publish LoRA adapters"
+                "the model ties its input and output embeddings, and vLLM on CPU keeps the old"
+                " output embeddings on a reload: untie them before the engine is started"
+                " (tie_word_embeddings=false and a saved lm_head), or publish LoRA adapters"
             )
         self._engines.require_owned()
         old = self._served or Weights(self._base, weights.base_version(version))
@@ -53,7 +57,10 @@ class CheckpointPublisher:
         weights.save(new.folder, lambda folder: save_weights(model, folder, self._base))
         if not (new.folder / "config.json").is_file() or not any(new.folder.glob("*.safetensors")):
             # vLLM 0.32 drops its weights before it looks for new ones
-            what = "is not a checkpoint: it needs config.json and *.safetensors; the engines are unchanged"
+            what = (
+                "is not a checkpoint: it needs config.json and *.safetensors; the engines are"
+                " unchanged"
+            )
             raise InputError(f"{new.folder} {what}")
         with self._engines.reloaded(new, old):
             agrees(None)
@@ -83,13 +90,16 @@ def _require_room(folder: Path, base: Path) -> None:
 class LoraPublisher:
     """Saves the adapter, and loads it into the engines under a new name, `policy-<version>`.
 
-    Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The
-    newest `adapters` of the run stay loaded and on the disk, and an engine that was started again gets them back. The
-    engines need `--max-cpu-loras` for one more: the oldest is unloaded last. Other runs may share `folder`. Without a
-    `run`, the function `agrees` of `publish` sets the policy.
+    Publishing does not wait for requests in flight: an engine request keeps the adapter that it
+    started with. The newest `adapters` of the run stay loaded and on the disk, and an engine that
+    was started again gets them back. The engines need `--max-cpu-loras` for one more: the oldest is
+    unloaded last. Other runs may share `folder`. Without a `run`, the function `agrees` of
+    `publish` sets the policy.
     """
 
-    def __init__(self, engines: Engines, *, folder: Path, run: Path | None, base: Path, adapters: int) -> None:
+    def __init__(
+        self, engines: Engines, *, folder: Path, run: Path | None, base: Path, adapters: int
+    ) -> None:
         self._engines, self._run, self._base, self._adapters = engines, run, base, adapters
         self._folder = folder.absolute()
         self._kept: dict[str, Path] = {}
@@ -97,7 +107,9 @@ class LoraPublisher:
     def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> str:
         """See `Publisher.publish`."""
         if not isinstance(model, PeftModel):
-            raise InputError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
+            raise InputError(
+                "the model has no LoRA adapter: train with a peft_config, or publish checkpoints"
+            )
         self._engines.require_owned()
         name = weights.published_name(version)
         adapter = self._folder / name
@@ -121,25 +133,32 @@ Way = Literal["checkpoint", "lora"]
 class Publisher(Protocol):
     """Interface of the classes that publish a model's weights to the engines."""
 
-    def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> str | None:
-        """Publish the weights of `model` as `version`, on all engines or none. No version is published twice.
+    def publish(
+        self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees
+    ) -> str | None:
+        """Publish the weights of `model` as `version`, on all engines or none. No version is
+        published twice.
 
-        `agrees` is called when all engines serve the weights, and before they are the run's policy. It raises
-        `EngineError` for engines that do not agree with the trainer. Calls that start after the return are sampled by
-        the weights. Returns the name under which the engines serve them, None for the base model's. When it raises,
-        policy and engines are as before. Calls that were sampled meanwhile have the version of their weights.
+        `agrees` is called when all engines serve the weights, and before they are the run's policy.
+        It raises `EngineError` for engines that do not agree with the trainer. Calls that start
+        after the return are sampled by the weights. Returns the name under which the engines serve
+        them, None for the base model's. When it raises, policy and engines are as before. Calls
+        that were sampled meanwhile have the version of their weights.
 
-        `model` is unwrapped and its parameters are not sharded. Call it on the main process only. Raises `InputError`
-        for a model that cannot be published this way, `RunError` when it cannot be saved, and `EngineError`, which
-        names an engine that has lost its weights.
+        `model` is unwrapped and its parameters are not sharded. Call it on the main process only.
+        Raises `InputError` for a model that cannot be published this way, `RunError` when it cannot
+        be saved, and `EngineError`, which names an engine that has lost its weights.
         """
 
 
-def make_publisher(kind: Way, engines: Engines, *, folder: Path, run: Path, base: Path, adapters: int) -> Publisher:
+def make_publisher(
+    kind: Way, engines: Engines, *, folder: Path, run: Path, base: Path, adapters: int
+) -> Publisher:
     """Return the publisher of a recipe's `publish`.
 
-    `folder` is for weights on their way to the engines, `run` the run folder, and `base` the recipe's model. `adapters`
-    stay loaded. Raises `RunError` when checkpoints have no room in `folder`.
+    `folder` is for weights on their way to the engines, `run` the run folder, and `base` the
+    recipe's model. `adapters` stay loaded. Raises `RunError` when checkpoints have no room in
+    `folder`.
     """
     if kind == "lora":
         return LoraPublisher(engines, folder=folder, run=run, base=base, adapters=adapters)

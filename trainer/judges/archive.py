@@ -1,7 +1,9 @@
-"""The archive of an agent's changes: written when a session is judged, so that another judge can judge it later.
+"""The archive of an agent's changes: written when a session is judged, so that another judge can
+judge it later.
 
-An agent chose what is in it, and anybody may have written it: it is read within a limit, its paths are checked, and
-`apply_changes` writes below the workspace, through no link. The result is to be compared with the start again.
+An agent chose what is in it, and anybody may have written it: it is read within a limit, its paths
+are checked, and `apply_changes` writes below the workspace, through no link. The result is to be
+compared with the start again.
 """
 
 import gzip
@@ -24,15 +26,21 @@ _REFUSALS = {reason for kinds in get_args(Refusal) for reason in get_args(kinds)
 
 
 def keep_changes(changes: Changes, start: Start, workspace: Path, path: Path) -> None:
-    """Write the changes in a workspace to `path`: JSON, compressed. The same changes make the same bytes.
+    """Write the changes in a workspace to `path`: JSON, compressed. The same changes make the same
+    bytes.
 
-    `changed` is path -> kind, whether it is executable, and the content of a file in base64 or the target of a link.
-    Over `MAX_BYTES` it is None. Raises `OSError`.
+    `changed` is path -> kind, whether it is executable, and the content of a file in base64 or the
+    target of a link. Over `MAX_BYTES` it is None. Raises `OSError`.
     """
     text = b"null"
     if sum(entry.size for entry in changes.changed.values()) < MAX_BYTES:
         changed = {name: _packed(workspace, name, entry) for name, entry in changes.changed.items()}
-        kept = {"start": start.digest, "changed": changed, "deleted": changes.deleted, "refused": {**changes.refused}}
+        kept = {
+            "start": start.digest,
+            "changed": changed,
+            "deleted": changes.deleted,
+            "refused": {**changes.refused},
+        }
         text = json.dumps(kept, sort_keys=True).encode()
     path.write_bytes(gzip.compress(text if len(text) < MAX_BYTES else b"null", 6, mtime=0))
 
@@ -46,7 +54,8 @@ def _packed(workspace: Path, path: str, entry: Entry) -> tuple[str, bool, str]:
 
 
 def restore_changes(path: Path, start: Start, workspace: Path) -> Mapping[str, Refusal]:
-    """Make the changes of the archive `path` in a copy of the start, and return what was refused besides.
+    """Make the changes of the archive `path` in a copy of the start, and return what was refused
+    besides.
 
     Raises `InputError` without an archive of the start, or with a damaged one, and `OSError`.
     """
@@ -54,7 +63,9 @@ def restore_changes(path: Path, start: Start, workspace: Path) -> Mapping[str, R
         with gzip.open(path) as packed:
             kept = json.loads(packed.read(MAX_BYTES))
         if kept is None:
-            raise InputError(f"the agent's changes were not kept: they take more than {MAX_BYTES >> 20} MiB")
+            raise InputError(
+                f"the agent's changes were not kept: they take more than {MAX_BYTES >> 20} MiB"
+            )
         for name in (*kept["changed"], *kept["deleted"]):
             if {"", ".", ".."} & {*name.split("/")} or len(name) > MAX_PATH:
                 raise InputError(f"{path} has {name[:300]!r}, which is no path of a workspace")
@@ -64,7 +75,10 @@ def restore_changes(path: Path, start: Start, workspace: Path) -> Mapping[str, R
             digest, target = hashlib.sha256(content).hexdigest(), value if kind == "link" else ""
             changed[name] = Entry(kind, executable, len(content), digest, target)
         if kept["start"] != start.digest:
-            raise InputError("its task starts with other files than the session, which the agent's changes do not fit")
+            raise InputError(
+                "its task starts with other files than the session, which the agent's changes do"
+                " not fit"
+            )
         changes = Changes(changed, tuple(kept["deleted"]))
         refused = {name: why for name, why in kept["refused"].items() if why in _REFUSALS}
     except FileNotFoundError as error:

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.judges import folders
-from rolltap.trainer.judges.folders import MAX_FILE_BYTES, Entry, Refusal, TooMuchError, Tree, opened, parents
+from rolltap.trainer.judges.folders import (
+    MAX_FILE_BYTES,
+    Entry,
+    Refusal,
+    TooMuchError,
+    Tree,
+    opened,
+    parents,
+)
 from rolltap.trainer.tasks.content import RUNNER_FILES, STARTUP, TEST_FILES, matches
 
 MAX_CHANGED_BYTES = 4 << 30
@@ -39,7 +47,9 @@ _ORDINARY = re.compile(
     r"\.egg-info(/(PKG-INFO|SOURCES\.txt|(dependency_links|requires|top_level)\.txt|not-zip-safe))?$"
 )
 """Files that installing packages and running tests leave."""
-_OF_THE_MACHINE = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_OF_THE_MACHINE = frozenset(
+    {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+)
 """Errors of reading that are not the agent's."""
 
 
@@ -57,7 +67,8 @@ class Changes:
     Attributes:
         changed: Path -> what is there now: new and changed files, links and folders.
         deleted: Paths of the start that are gone, each folder after what was in it.
-        refused: Path -> why it is not applied, or not as it is. What the start has as well is no refusal.
+        refused: Path -> why it is not applied, or not as it is. What the start has as well is no
+            refusal.
         diff: Unified diff of the text files, with a line for each other change; at most 1 MiB.
         added: Paths of `changed` that the start does not have.
     """
@@ -88,17 +99,23 @@ class Changes:
         )
 
     def evidence(self) -> dict[str, Any]:
-        """Return the changes as JSON for the sessions table, with at most 100 paths of each kind, long ones cut.
+        """Return the changes as JSON for the sessions table, with at most 100 paths of each kind,
+        long ones cut.
 
-        `changed_tests` are the test files of the start that were modified or deleted; `odd_files` counts what is no
-        file, `planted_files` what a program would load by itself, without what installing packages leaves.
+        `changed_tests` are the test files of the start that were modified or deleted; `odd_files`
+        counts what is no file, `planted_files` what a program would load by itself, without what
+        installing packages leaves.
         """
         files = self.files
         tests = [path for path in files if path not in self.added and matches(path, TEST_FILES)]
-        planted = {path for path in self.changed if matches(path.lower(), (*STARTUP, *RUNNER_FILES))}
+        planted = {
+            path for path in self.changed if matches(path.lower(), (*STARTUP, *RUNNER_FILES))
+        }
         planted |= {path for path, why in self.refused.items() if why in ("planted", "settings")}
         odd = {path for path, why in self.refused.items() if why in _ODD}
-        environments = {path.rpartition("/")[0] for path in self.added if path.endswith("/pyvenv.cfg")}
+        environments = {
+            path.rpartition("/")[0] for path in self.added if path.endswith("/pyvenv.cfg")
+        }
 
         def unusual(paths: set[str]) -> int:
             told = (path for path in paths if not _ORDINARY.search(path))
@@ -113,7 +130,9 @@ class Changes:
             "planted_files": unusual(planted),
             "odd_files": unusual(odd),
             "refused_files": len(self.refused),
-            "refused": [f"{_shown(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]],
+            "refused": [
+                f"{_shown(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]
+            ],
         }
 
 
@@ -123,13 +142,18 @@ def printable(path: str) -> str:
 
 
 def is_of_the_machine(error: OSError) -> bool:
-    """Return True for an error of a folder that this machine is the cause of, not what an agent left there."""
+    """Return True for an error of a folder that this machine is the cause of, not what an agent
+    left there."""
     return error.errno in _OF_THE_MACHINE
 
 
 def _shown(path: str) -> str:
     text = printable(path)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
+    return (
+        text
+        if len(text) <= _MAX_SHOWN
+        else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
+    )
 
 
 def find_changes(
@@ -162,25 +186,40 @@ def find_changes(
             raise
         raise TooMuchError(f"the workspace cannot be read: {error}") from error
     # what the start has as well is no refusal, and compiled Python comes with every run of it
-    refused = {path: why for path, why in after.refused.items() if why not in (before.refused.get(path), "cache")}
+    refused = {
+        path: why
+        for path, why in after.refused.items()
+        if why not in (before.refused.get(path), "cache")
+    }
     changed = {
         path: entry
         for path, entry in after.entries.items()
         if before.entries.get(path) != entry and entry.size <= MAX_FILE_BYTES
     }
-    gone = (path for path in before.entries if path not in after.entries and path not in after.refused)
+    gone = (
+        path for path in before.entries if path not in after.entries and path not in after.refused
+    )
     deleted = tuple(sorted(gone, reverse=True))
     added = frozenset(path for path in changed if path not in before.entries)
-    diff = _diff(start, workspace, before.entries, changed, deleted, min(end, time.monotonic() + _MAX_DIFF_SECONDS))
+    diff = _diff(
+        start,
+        workspace,
+        before.entries,
+        changed,
+        deleted,
+        min(end, time.monotonic() + _MAX_DIFF_SECONDS),
+    )
     return Changes(changed, deleted, refused, diff, added)
 
 
 def _require_bounded(before: Tree, after: Tree) -> None:
-    """Raise `TooMuchError` for too many bytes in new files and files of another size. Files may have holes."""
+    """Raise `TooMuchError` for too many bytes in new files and files of another size. Files may
+    have holes."""
     sizes = (
         entry.size
         for path, entry in after.entries.items()
-        if entry.size <= MAX_FILE_BYTES and ((old := before.entries.get(path)) is None or old.size != entry.size)
+        if entry.size <= MAX_FILE_BYTES
+        and ((old := before.entries.get(path)) is None or old.size != entry.size)
     )
     if sum(sizes) > MAX_CHANGED_BYTES:
         raise TooMuchError(f"the agent changed more than {MAX_CHANGED_BYTES >> 30} GiB of files")
@@ -202,7 +241,8 @@ def _hash_files(workspace: Path, after: Tree, end: float) -> None:
 
 
 def _read_start(start: Path) -> Tree:
-    """Return what is in a start, with the digests of its files. Raises `InputError` and `OSError`."""
+    """Return what is in a start, with the digests of its files. Raises `InputError` and
+    `OSError`."""
     try:
         tree = folders.scan(start)
     except TooMuchError as error:
@@ -241,7 +281,9 @@ def _diff(
     return "".join(parts)
 
 
-def _file_diff(start: Path, workspace: Path, path: str, old: Entry | None, new: Entry | None) -> str:
+def _file_diff(
+    start: Path, workspace: Path, path: str, old: Entry | None, new: Entry | None
+) -> str:
     name = printable(path).replace("\n", "\\n")
     summary = f"{name}: {_describe(old)} -> {_describe(new)}\n"
     if {entry.kind for entry in (old, new) if entry is not None} != {"file"}:
@@ -260,7 +302,10 @@ def _describe(entry: Entry | None) -> str:
     if entry is None:
         return "nothing"
     if entry.kind == "file":
-        return f"{'executable ' if entry.executable else ''}file of {entry.size} bytes, SHA-256 {entry.digest or '?'}"
+        return (
+            f"{'executable ' if entry.executable else ''}file of {entry.size} bytes, SHA-256"
+            f" {entry.digest or '?'}"
+        )
     return f"link to {printable(entry.target)!r}" if entry.kind == "link" else "folder"
 
 
@@ -281,10 +326,11 @@ def _lines(root: Path, path: str, entry: Entry | None) -> list[str] | None:
 
 
 def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: Path) -> None:
-    """Make the same changes in another copy of the start. `source` is the workspace, or path -> a file's content.
+    """Make the same changes in another copy of the start. `source` is the workspace, or path -> a
+    file's content.
 
-    Files have the modes 0755 or 0644 there and belong to this user. A folder stays if it is not empty. Raises
-    `OSError`, also when a file is another one than `find_changes` found.
+    Files have the modes 0755 or 0644 there and belong to this user. A folder stays if it is not
+    empty. Raises `OSError`, also when a file is another one than `find_changes` found.
     """
     for path in changes.deleted:
         parent, _, name = path.rpartition("/")

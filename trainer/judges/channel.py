@@ -1,8 +1,9 @@
-"""The verdict's channel: a named pipe (fifo(7)) that a judge's program writes to and rolltap alone reads.
+"""The verdict's channel: a named pipe (fifo(7)) that a judge's program writes to and rolltap alone
+reads.
 
-A launcher of ours opens it before any code of the agent's runs (`boxes/inside/launch.py`); or it is mounted
-read-only at a path that a judge writes to, where nobody can read, replace or empty it. Who opens it is counted, by
-inotify(7): what two programs wrote may be a number that neither meant.
+A launcher of ours opens it before any code of the agent's runs (`boxes/inside/launch.py`); or it is
+mounted read-only at a path that a judge writes to, where nobody can read, replace or empty it. Who
+opens it is counted, by inotify(7): what two programs wrote may be a number that neither meant.
 """
 
 import asyncio
@@ -31,9 +32,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Channel:
     """The pipe at `path`. An async context manager. Entering raises `OSError`.
 
-    After `read`, `content` has the first `MAX_BYTES` that were written so far, and `opened` counts who opened the pipe.
-    Each channel has an inotify instance of its own: who opens a pipe again and again spoils that one alone. A user has
-    few instances, by default 128; where none is left, a channel waits for the end of another one of this process.
+    After `read`, `content` has the first `MAX_BYTES` that were written so far, and `opened` counts
+    who opened the pipe. Each channel has an inotify instance of its own: who opens a pipe again and
+    again spoils that one alone. A user has few instances, by default 128; where none is left, a
+    channel waits for the end of another one of this process.
     """
 
     _instances = 0

@@ -1,4 +1,5 @@
-"""Checking the judges of tasks before the first session: what can only be `unjudged` later is an error now."""
+"""Checking the judges of tasks before the first session: what can only be `unjudged` later is an
+error now."""
 
 import os
 import subprocess
@@ -14,16 +15,25 @@ from rolltap.trainer.judges.command import modules
 from rolltap.trainer.judges.log import require_parser
 from rolltap.trainer.judges.model import find_key, require_other_model
 from rolltap.trainer.judges.verdict import UnjudgedError
-from rolltap.trainer.tasks.task import Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import (
+    Judge,
+    LLMJudge,
+    PytestJudge,
+    PythonJudge,
+    SeveralJudges,
+    Task,
+)
 
 _IMPORT_SECONDS = 120.0
 
 
 def check_judges(tasks: Sequence[Task], engine: str) -> None:
-    """Check that the judges of tasks can judge here. `engine` is a URL of the policy's, or several with commas.
+    """Check that the judges of tasks can judge here. `engine` is a URL of the policy's, or several
+    with commas.
 
-    A function is imported, in a process of its own, once per process. Raises `InputError` that names the task and the
-    key of its judge, and `MissingPackageError` for a package that the judge needs.
+    A function is imported, in a process of its own, once per process. Raises `InputError` that
+    names the task and the key of its judge, and `MissingPackageError` for a package that the judge
+    needs.
     """
     urls = [url.strip() for url in engine.split(",")]
     for task in tasks:
@@ -59,7 +69,9 @@ def _import_fault(function: str, path: str) -> str | None:
     command = [sys.executable, "-BP", str(LAUNCH), "", "--function", function]
     env = {**clean_environment(Path(os.devnull)), "PYTHONPATH": path}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, timeout=_IMPORT_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=env, capture_output=True, timeout=_IMPORT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"it takes more than {_IMPORT_SECONDS:g} s"
     said = done.stderr.decode(errors="replace").strip().splitlines()

@@ -1,5 +1,5 @@
-"""The checkout that one judge works in: a workspace, a box, and a folder for what it writes. The box has no network,
-unless the judge names hosts that it may reach."""
+"""The checkout that one judge works in: a workspace, a box, and a folder for what it writes. The
+box has no network, unless the judge names hosts that it may reach."""
 
 import asyncio
 import errno
@@ -28,9 +28,22 @@ from rolltap.trainer.boxes.runtime import (
     remove_folder,
 )
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
-from rolltap.trainer.judges.changes import AgentResult, Changes, apply_changes, find_changes, is_of_the_machine
+from rolltap.trainer.judges.changes import (
+    AgentResult,
+    Changes,
+    apply_changes,
+    find_changes,
+    is_of_the_machine,
+)
 from rolltap.trainer.judges.channel import MAX_BYTES, Channel
-from rolltap.trainer.judges.folders import TooMuchError, opened, read_chunks, remove, scan, write_file
+from rolltap.trainer.judges.folders import (
+    TooMuchError,
+    opened,
+    read_chunks,
+    remove,
+    scan,
+    write_file,
+)
 from rolltap.trainer.judges.protected import OneJudge, Stamp, own_files, read_only, select, stamp
 from rolltap.trainer.judges.verdict import UnjudgedError
 from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
@@ -96,7 +109,8 @@ class Checkout:
         workspace: Folder of this machine with the changes and the tests.
         changes: The changes as they are there, with what was refused.
         out: Folder of this machine for a judge that runs outside of the box.
-        tools: Folder in the box with the programs of `boxes/inside` as `rolltap_NAME.py`, for the judge to read.
+        tools: Folder in the box with the programs of `boxes/inside` as `rolltap_NAME.py`, for the
+            judge to read.
         guarded: Path in the workspace -> stamp: the judge's own files, which no program may change.
         channel: For the verdict. `pipe` is its path in the box, at which our launchers open it.
         recorded: Variables with which programs reach the hosts of the judge.
@@ -114,7 +128,8 @@ class Checkout:
     recorded: Mapping[str, str] = field(default_factory=dict)
 
     def verdict(self, ended: str, limit: int = MAX_BYTES) -> bytes:
-        """Return what was written to the channel. Raises `UnjudgedError`, which begins with `ended`, for no verdict."""
+        """Return what was written to the channel. Raises `UnjudgedError`, which begins with
+        `ended`, for no verdict."""
         self.channel.read()
         if self.channel.opened > 1:
             twice = f"its verdict was written {self.channel.opened} times"
@@ -125,12 +140,21 @@ class Checkout:
 
     def rewritten(self) -> list[str]:
         """Return the judge's files in the workspace that were changed since it was made."""
-        return sorted(path for path, before in self.guarded.items() if stamp(self.workspace, path) != before)
+        return sorted(
+            path for path, before in self.guarded.items() if stamp(self.workspace, path) != before
+        )
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
-        """Return the exit status of the judge's program. Raises `UnjudgedError`, and `OSError` without a box."""
+        """Return the exit status of the judge's program. Raises `UnjudgedError`, and `OSError`
+        without a box."""
         clean = clean_environment(Path(self.box.home), isolated=self.job.runtime.isolated)
-        whole = {**clean, **self.job.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env, **self.recorded}
+        whole = {
+            **clean,
+            **self.job.task.env,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **env,
+            **self.recorded,
+        }
         try:
             ended = await self.box.run(command, env=whole, timeout=timeout, log=self.job.log)
         except OSError as error:
@@ -176,14 +200,16 @@ class Checkout:
 
 
 class Ahead:
-    """The workspace of a judge's checkout, laid out while the session runs, where no program of it can reach it."""
+    """The workspace of a judge's checkout, laid out while the session runs, where no program of it
+    can reach it."""
 
     def __init__(self, job: JudgeJob, spec: OneJudge) -> None:
         self._spec: OneJudge | None = spec
         self._laid = asyncio.create_task(_lay_out(job, spec))
 
     async def take(self, spec: OneJudge) -> tuple[Path, set[str]] | None:
-        """Return what `_lay_out` returned to the first who asks, if it is for this judge and did not fail."""
+        """Return what `_lay_out` returned to the first who asks, if it is for this judge and did
+        not fail."""
         if spec != self._spec:
             return None
         self._spec = None
@@ -195,14 +221,16 @@ class Ahead:
         self._laid.cancel()
         cancelled = await wait_for_end(self._laid)
         if not self._laid.cancelled():
-            self._laid.exception()  # asyncio logs one that nobody has seen; the judge meets it again
+            # asyncio logs one that nobody has seen; the judge meets it again
+            self._laid.exception()
         if cancelled:
             raise asyncio.CancelledError
 
 
 @asynccontextmanager
 async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
-    """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it cannot be made."""
+    """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it
+    cannot be made."""
     laid = await job.ahead.take(spec) if job.ahead is not None and job.result is not None else None
     folder, tests = laid or await _lay_out(job, spec)
     try:
@@ -214,7 +242,8 @@ async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout
 
 @asynccontextmanager
 async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
-    """Yield the job of what is left when the judge's `run` has ended, in a box without the judge's files and hosts.
+    """Yield the job of what is left when the judge's `run` has ended, in a box without the judge's
+    files and hosts.
 
     Raises as `open_checkout`.
     """
@@ -225,11 +254,15 @@ async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
     without |= {"reward_files": [], "allow": []}
     alone = spec.model_copy(update=without)
     async with open_checkout(replace(job, name=f"{job.name}.run"), alone) as checkout:
-        await checkout.run(spec.run, {} if isinstance(spec, PythonJudge) else spec.env, spec.timeout)
+        await checkout.run(
+            spec.run, {} if isinstance(spec, PythonJudge) else spec.env, spec.timeout
+        )
         await checkout.box.settle()
         result = AgentResult(checkout.workspace, checkout.workspace.parent / "home")
         try:
-            changes = await in_folder_thread(find_changes, job.start.folder, result.workspace, digest=job.start.digest)
+            changes = await in_folder_thread(
+                find_changes, job.start.folder, result.workspace, digest=job.start.digest
+            )
         except TooMuchError as error:
             raise UnjudgedError(f"what {spec.run[0]!r} left cannot be judged: {error}") from error
         refused = {**checkout.changes.refused, **changes.refused}
@@ -239,8 +272,8 @@ async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
 async def _lay_out(job: JudgeJob, spec: OneJudge) -> tuple[Path, set[str]]:
     """Make the folder of a checkout, with a copy of the start and the task's tests over it.
 
-    Returns it, and the paths of the tests. They come before the agent's changes, so that nothing of these is there yet
-    when they are written.
+    Returns it, and the paths of the tests. They come before the agent's changes, so that nothing of
+    these is there yet when they are written.
     """
     beside = job.result.workspace.parent if job.result is not None else None
     folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
@@ -265,7 +298,9 @@ def _make_folders(spec: OneJudge, folder: Path) -> None:
 
 
 @asynccontextmanager
-async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: set[str]) -> AsyncIterator[Checkout]:
+async def _fresh_checkout(
+    job: JudgeJob, spec: OneJudge, folder: Path, tests: set[str]
+) -> AsyncIterator[Checkout]:
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
     changes = await in_folder_thread(_apply, job, spec, workspace, tests)
     own = await in_folder_thread(_own_there, job, spec, workspace, tests)
@@ -280,7 +315,9 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: se
         mounts += [Mount(pipe, target) for target in spec.reward_files]
     if not (isinstance(spec, CommandJudge) and spec.reward_files):
         mounts.append(Mount(pipe, pipe_inside))
-    if isolated and not (isinstance(spec, CommandJudge) and spec.mounts):  # what it brings may replace the start's
+    if isolated and not (
+        isinstance(spec, CommandJudge) and spec.mounts
+    ):  # what it brings may replace the start's
         mounts += read_only(workspace, job.task.workdir, own)
     box_spec = BoxSpec(
         name=folder.name,
@@ -332,8 +369,8 @@ async def _way_to_hosts(
         return
     if job.network is None:
         raise InputError(
-            f"task {job.task.id!r}: its judge may reach {allow[0]} ('allow'), and only the recorder of a rollout "
-            "leads there: let a rollout judge it, or use a judge without hosts"
+            f"task {job.task.id!r}: its judge may reach {allow[0]} ('allow'), and only the recorder"
+            " of a rollout leads there: let a rollout judge it, or use a judge without hosts"
         )
     proxy = await asyncio.to_thread(job.network.open_judge, session_id, allow)
     try:
@@ -346,7 +383,8 @@ async def _way_to_hosts(
 
 
 def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
-    """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed ones first."""
+    """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed
+    ones first."""
     there = {*scan(workspace).files}
     own = own_files(job.start.folder, job.task, spec) | laid
     return sorted(own & there, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
@@ -372,14 +410,18 @@ def _lay_tests(job: JudgeJob, spec: OneJudge, workspace: Path) -> set[str]:
     if isinstance(spec, PytestJudge) and spec.test_patch:
         _apply_patch(spec.test_patch, workspace)
         patched = find_changes(job.start.folder, workspace, digest=job.start.digest)
-        laid |= {*(path for path, entry in patched.changed.items() if entry.kind != "folder"), *patched.deleted}
+        laid |= {
+            *(path for path, entry in patched.changed.items() if entry.kind != "folder"),
+            *patched.deleted,
+        }
     if spec.tests is not None:
         laid |= _lay(spec.tests, workspace)
     return laid
 
 
 def _lay(tests: Path, workspace: Path) -> set[str]:
-    """Copy a file, or what is in a folder, into a workspace, and return the files' paths. Follows no links there."""
+    """Copy a file, or what is in a folder, into a workspace, and return the files' paths. Follows
+    no links there."""
     files = {path: tests / path for path in scan(tests).files}
     if tests.is_file():
         files = {tests.name: tests}
@@ -398,6 +440,14 @@ def _lay(tests: Path, workspace: Path) -> set[str]:
 
 def _apply_patch(patch: str, folder: Path) -> None:
     try:
-        git("apply", "--whitespace=nowarn", "-", folder=folder, stdin=patch.removesuffix("\n") + "\n")
+        git(
+            "apply",
+            "--whitespace=nowarn",
+            "-",
+            folder=folder,
+            stdin=patch.removesuffix("\n") + "\n",
+        )
     except InputError as error:
-        raise UnjudgedError(f"the task's test_patch does not fit its start: {error}", broke=False) from error
+        raise UnjudgedError(
+            f"the task's test_patch does not fit its start: {error}", broke=False
+        ) from error

@@ -1,10 +1,13 @@
-"""Programs as the judge: a command, by its exit status or a value, and a Python function of the user's.
+"""Programs as the judge: a command, by its exit status or a value, and a Python function of the
+user's.
 
-A command that runs the agent's code in its own process can be told anything by it: it can write the reward, and end
-with status 0. Such a command has to run the agent's code as a child, and decide outside of it. In the runtime `process`
-that is no protection: the child has all rights of its parent's user there.
+A command that runs the agent's code in its own process can be told anything by it: it can write the
+reward, and end with status 0. Such a command has to run the agent's code as a child, and decide
+outside of it. In the runtime `process` that is no protection: the child has all rights of its
+parent's user there.
 
-`judge_here` judges by a command in the current directory: for a session that rolltap did not give a workspace.
+`judge_here` judges by a command in the current directory: for a session that rolltap did not give a
+workspace.
 """
 
 import asyncio
@@ -22,7 +25,14 @@ from rolltap.addons.store.rows import printable
 from rolltap.trainer.boxes.environment import clean_environment
 from rolltap.trainer.boxes.supervised import run_supervised
 from rolltap.trainer.judges.checkout import LAUNCH, Checkout
-from rolltap.trainer.judges.verdict import Judged, Reward, UnjudgedError, best_reward, parse_text, worst_reward
+from rolltap.trainer.judges.verdict import (
+    Judged,
+    Reward,
+    UnjudgedError,
+    best_reward,
+    parse_text,
+    worst_reward,
+)
 from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
 
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
@@ -37,7 +47,10 @@ async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Rewa
     """Return the reward and the evidence. Raises `UnjudgedError`."""
     command, env = spec.command, spec.env
     if not spec.by_status and not spec.reward_files:
-        command, env = _with_launcher(command, checkout), {**env, "ROLLTAP_REWARD_FILE": checkout.pipe}
+        command, env = (
+            _with_launcher(command, checkout),
+            {**env, "ROLLTAP_REWARD_FILE": checkout.pipe},
+        )
     status = await checkout.run(command, env, spec.timeout)
     ended = f"the judge ended with status {status}"
     evidence: dict[str, Any] = {"exit_status": status}
@@ -46,38 +59,53 @@ async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Rewa
         if spec.by_status:
             return by_status, evidence
     if not (written := checkout.verdict(ended, _MAX_REWARD_BYTES)):
-        raise UnjudgedError(f"{ended} and wrote no reward to {' or '.join(spec.reward_files) or 'ROLLTAP_REWARD_FILE'}")
+        raise UnjudgedError(
+            f"{ended} and wrote no reward to"
+            f" {' or '.join(spec.reward_files) or 'ROLLTAP_REWARD_FILE'}"
+        )
     reward, _, limits = written.decode(errors="replace").partition("\0")
     evidence["limits"] = limits.split()
     return parse_text(reward), evidence
 
 
 def _with_launcher(command: Sequence[str], checkout: Checkout) -> list[str]:
-    """Return a command with the launcher, if it is a Python script, which has the channel to itself then."""
+    """Return a command with the launcher, if it is a Python script, which has the channel to itself
+    then."""
     options = list(takewhile(_PYTHON_OPTION.fullmatch, command[1:]))
     program = command[1 + len(options) :]
-    if not _PYTHON.fullmatch(command[0]) or not program or (program[0].startswith("-") and program[0] != "-m"):
+    if (
+        not _PYTHON.fullmatch(command[0])
+        or not program
+        or (program[0].startswith("-") and program[0] != "-m")
+    ):
         return [*command]
     return [command[0], *options, f"{checkout.tools}/rolltap_launch.py", checkout.pipe, *program]
 
 
 def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") -> Reward:
-    """Return the reward by the exit status of a program whose output is in `log`. Raises `UnjudgedError`.
+    """Return the reward by the exit status of a program whose output is in `log`. Raises
+    `UnjudgedError`.
 
-    A status of 1 is no verdict when the last line says that a module is missing, unless the task, `asked`, names it.
+    A status of 1 is no verdict when the last line says that a module is missing, unless the task,
+    `asked`, names it.
     """
     if status not in (0, 1):
         what = f": {spec.command[0]!r}, or a program in it, is not there" if status == 127 else ""
         raise UnjudgedError(
-            f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
+            f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its"
+            f" output is in {log.name}"
         )
     if status == 1 and (module := missing_module(read_end(log), asked)):
-        raise UnjudgedError(f"the judge ended with status 1 and without the module {module}: install it for the judge")
+        raise UnjudgedError(
+            f"the judge ended with status 1 and without the module {module}: install it for the"
+            " judge"
+        )
     return Reward(best_reward(spec) if status == 0 else worst_reward(spec), {})
 
 
 def missing_module(output: str, asked: str) -> str:
-    """Return the Python module that the last line of an output misses, unless the task, `asked`, names it."""
+    """Return the Python module that the last line of an output misses, unless the task, `asked`,
+    names it."""
     return _missing(_NO_MODULE, output, asked)
 
 
@@ -118,8 +146,8 @@ def quote_last_line(why: str, log: Path) -> str:
 async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence. Raises `UnjudgedError`.
 
-    The function runs in a supervised process outside of the box, with the user's rights and modules: it must not run
-    the agent's code. Its environment has no keys of the user's.
+    The function runs in a supervised process outside of the box, with the user's rights and
+    modules: it must not run the agent's code. Its environment has no keys of the user's.
     """
     pipe, folder = str(checkout.channel.path), str(checkout.workspace)
     command = [sys.executable, "-BP", str(LAUNCH), pipe, "--function", spec.function, folder]
@@ -143,26 +171,39 @@ def modules(spec: PythonJudge) -> str:
 
 
 def require_evaluator(command: str) -> None:
-    """Raise `InputError` for a command that no shell reads, or whose program is not there. A path may be made later."""
+    """Raise `InputError` for a command that no shell reads, or whose program is not there. A path
+    may be made later."""
     read = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True)
     if read.returncode or not command.strip():
-        raise InputError(f"the evaluator {command!r} is no command of a shell: {read.stderr.strip() or 'it is empty'}")
+        raise InputError(
+            f"the evaluator {command!r} is no command of a shell:"
+            f" {read.stderr.strip() or 'it is empty'}"
+        )
     first = _FIRST_WORD.match(command)
-    if first and subprocess.run(["sh", "-c", 'command -v "$0"', first[1]], stdout=subprocess.DEVNULL).returncode:
-        raise InputError(f"the evaluator {command!r} needs {first[1]!r}, which is not on the PATH: install it")
+    if (
+        first
+        and subprocess.run(
+            ["sh", "-c", 'command -v "$0"', first[1]], stdout=subprocess.DEVNULL
+        ).returncode
+    ):
+        raise InputError(
+            f"the evaluator {command!r} needs {first[1]!r}, which is not on the PATH: install it"
+        )
 
 
 def judge_here(command: str, log: Path) -> Judged:
     """Run a command in a shell, in the current folder, with its output in the file `log`.
 
-    Nothing protects it from what the agent did there. Its verdict is read as that of a `CommandJudge`, and it has as
-    much time. What it started ends with it.
+    Nothing protects it from what the agent did there. Its verdict is read as that of a
+    `CommandJudge`, and it has as much time. What it started ends with it.
     """
     spec = CommandJudge(command=[command])
     evidence: dict[str, Any] = {"judge": "command", "log": log.name}
     log.parent.mkdir(exist_ok=True)
     try:
-        run = run_supervised(["sh", "-c", command], cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log)
+        run = run_supervised(
+            ["sh", "-c", command], cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log
+        )
         ended = asyncio.run(run)
         if ended.status is None:
             raise UnjudgedError(f"the evaluator took more than {spec.timeout:g} s")

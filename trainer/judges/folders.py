@@ -1,7 +1,7 @@
 """Reading and writing folders that an agent had, without following what it left there.
 
-Every part of a path is opened relative to its folder and without following symbolic links. Nothing but regular files
-is opened: opening a FIFO would wait, opening a device acts.
+Every part of a path is opened relative to its folder and without following symbolic links. Nothing
+but regular files is opened: opening a FIFO would wait, opening a device acts.
 """
 
 import contextlib
@@ -31,21 +31,26 @@ _CLOSED_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHUNK = 1 << 20
 
-_Kind = Literal["symlink", "fifo", "socket", "device", "setuid", "git", "cache", "size", "unreadable", "depth"]
+_Kind = Literal[
+    "symlink", "fifo", "socket", "device", "setuid", "git", "cache", "size", "unreadable", "depth"
+]
 Refusal = _Kind | Literal["protected", "planted", "settings"]
-"""Why something is not applied: a symbolic link out of the workspace; what is no file; a setuid or setgid bit (the file
-is applied without it); a repository's own files; compiled Python; larger than `MAX_FILE_BYTES`; no right to
-read it; deeper than `MAX_DEPTH`, or with a path longer than `MAX_PATH`; under a path of the tests, or not under the
-paths that the task names; a program of the judge's would load it by itself; it would change a runner's settings."""
+"""Why something is not applied: a symbolic link out of the workspace; what is no file; a setuid or
+setgid bit (the file is applied without it); a repository's own files; compiled Python; larger than
+`MAX_FILE_BYTES`; no right to read it; deeper than `MAX_DEPTH`, or with a path longer than
+`MAX_PATH`; under a path of the tests, or not under the paths that the task names; a program of the
+judge's would load it by itself; it would change a runner's settings."""
 
 
 class TooMuchError(RolltapError):
-    """A workspace cannot be judged for what the agent left in it: too much, or what cannot be read."""
+    """A workspace cannot be judged for what the agent left in it: too much, or what cannot be
+    read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file, folder or symbolic link. `digest` is a file's SHA-256, empty as long as nobody needs it."""
+    """A file, folder or symbolic link. `digest` is a file's SHA-256, empty as long as nobody needs
+    it."""
 
     kind: Literal["file", "folder", "link"]
     executable: bool = False
@@ -56,7 +61,8 @@ class Entry:
 
 @dataclass(slots=True)
 class Tree:
-    """Content of a folder by relative path, and what of it cannot be applied elsewhere, with the reason."""
+    """Content of a folder by relative path, and what of it cannot be applied elsewhere, with the
+    reason."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
@@ -79,10 +85,11 @@ def parents(path: str) -> Iterator[str]:
 def scan(root: Path, rights: int = 0) -> Tree:
     """Return what is in a folder, without the digests of its files: no file is opened.
 
-    A folder that is not there, or is a symbolic link, is empty. Folders get the owner's `rights` first, where that is
-    possible: an agent can close its own. What stays closed is refused.
+    A folder that is not there, or is a symbolic link, is empty. Folders get the owner's `rights`
+    first, where that is possible: an agent can close its own. What stays closed is refused.
 
-    Raises `TooMuchError` for more than `MAX_ENTRIES` or `MAX_PATH_BYTES` and a folder that stays closed, and `OSError`.
+    Raises `TooMuchError` for more than `MAX_ENTRIES` or `MAX_PATH_BYTES` and a folder that stays
+    closed, and `OSError`.
     """
     tree = Tree(rights=rights)
     if root.is_symlink() or not root.is_dir():
@@ -96,7 +103,8 @@ def scan(root: Path, rights: int = 0) -> Tree:
 
 
 def open_to_owner(folder: Path) -> None:
-    """Give this user all rights on a folder of its own, if it is there. Follows no link, and raises nothing."""
+    """Give this user all rights on a folder of its own, if it is there. Follows no link, and raises
+    nothing."""
     with contextlib.suppress(OSError):
         os.close(_open_folder(folder, stat.S_IRWXU))
 
@@ -143,7 +151,9 @@ def _scan_folder(folder: int, prefix: str, depth: int, tree: Tree) -> None:
                         tree.refused[path] = "setuid"
                     if status.st_size > MAX_FILE_BYTES:
                         tree.refused[path] = "size"
-                    tree.entries[path] = Entry("file", bool(status.st_mode & stat.S_IXUSR), status.st_size)
+                    tree.entries[path] = Entry(
+                        "file", bool(status.st_mode & stat.S_IXUSR), status.st_size
+                    )
             except PermissionError:
                 tree.refused[path] = "unreadable"
     finally:
@@ -151,21 +161,27 @@ def _scan_folder(folder: int, prefix: str, depth: int, tree: Tree) -> None:
 
 
 def _names(folder: int, prefix: str, tree: Tree) -> list[str]:
-    """Return the sorted names in a folder, and count them. Raises `TooMuchError` before there are too many."""
+    """Return the sorted names in a folder, and count them. Raises `TooMuchError` before there are
+    too many."""
     names = []
     with os.scandir(folder) as found:
         for entry in found:
             names.append(entry.name)
             tree.path_bytes += len(prefix) + len(entry.name)
             if len(tree.entries) + len(tree.refused) + len(names) > MAX_ENTRIES:
-                raise TooMuchError(f"there are more than {MAX_ENTRIES} files and folders in the workspace")
+                raise TooMuchError(
+                    f"there are more than {MAX_ENTRIES} files and folders in the workspace"
+                )
             if tree.path_bytes > MAX_PATH_BYTES:
-                raise TooMuchError(f"the paths in the workspace have more than {MAX_PATH_BYTES >> 20} MiB")
+                raise TooMuchError(
+                    f"the paths in the workspace have more than {MAX_PATH_BYTES >> 20} MiB"
+                )
     return sorted(names)
 
 
 def file_digest(root: Path, path: str, rights: int = 0) -> str:
-    """Return the SHA-256 of a regular file below `root`. It gets the owner's `rights` first. Raises `OSError`."""
+    """Return the SHA-256 of a regular file below `root`. It gets the owner's `rights` first. Raises
+    `OSError`."""
     parent, _, name = path.rpartition("/")
     digest = hashlib.sha256()
     with opened(root, parent) as folder:
@@ -194,19 +210,26 @@ def _refusal(path: str, name: str, status: os.stat_result, depth: int) -> Refusa
 
 
 def stays_inside(target: str, depth: int) -> bool:
-    """Return True if a symbolic link in a folder `depth` levels below the workspace cannot lead out of it.
+    """Return True if a symbolic link in a folder `depth` levels below the workspace cannot lead out
+    of it.
 
-    A `..` after a name is refused: the name may be a link itself, so that `..` is the folder above the link's target.
+    A `..` after a name is refused: the name may be a link itself, so that `..` is the folder above
+    the link's target.
     """
     parts = target.split("/")
     if target.startswith("/") or not target or len(target) > 4000:
         return False
     ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
-    return ups <= depth and ".." not in parts[ups:] and not any(part.lower() == ".git" for part in parts)
+    return (
+        ups <= depth
+        and ".." not in parts[ups:]
+        and not any(part.lower() == ".git" for part in parts)
+    )
 
 
 def read_chunks(folder: int, name: str) -> Iterator[bytes]:
-    """Yield the content of a regular file of the folder `folder`, a descriptor. Raises `OSError`."""
+    """Yield the content of a regular file of the folder `folder`, a descriptor. Raises
+    `OSError`."""
     file = os.open(name, _FILE, dir_fd=folder)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -223,7 +246,8 @@ def read_chunks(folder: int, name: str) -> Iterator[bytes]:
 def opened(root: Path, path: str = "", *, create: bool = False) -> Iterator[int]:
     """Open the folder `path` below `root`, and yield its descriptor.
 
-    With `create`, folders that are missing are made, and what stands in their place is removed. Raises `OSError`.
+    With `create`, folders that are missing are made, and what stands in their place is removed.
+    Raises `OSError`.
     """
     folder = os.open(root, _FOLDER)
     try:
@@ -251,7 +275,8 @@ def _make_folder(folder: int, name: str) -> None:
 
 
 def read_file(root: Path, path: str, limit: int) -> bytes | None:
-    """Return a regular file's content below `root`, None if there is none. At most `limit` + 1 bytes are read."""
+    """Return a regular file's content below `root`, None if there is none. At most `limit` + 1
+    bytes are read."""
     parent, _, name = path.rpartition("/")
     try:
         with opened(root, parent) as folder:
@@ -266,13 +291,19 @@ def read_file(root: Path, path: str, limit: int) -> bytes | None:
 
 
 def write_file(root: Path, path: str, chunks: Iterator[bytes], *, executable: bool) -> str:
-    """Write a file below `root` in place of what stands there, and return its SHA-256. Raises `OSError`."""
+    """Write a file below `root` in place of what stands there, and return its SHA-256. Raises
+    `OSError`."""
     parent, _, name = path.rpartition("/")
     digest = hashlib.sha256()
     with opened(root, parent, create=True) as folder:
         remove(folder, name)
         mode = 0o755 if executable else 0o644
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
+        file = os.open(
+            name,
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+            mode,
+            dir_fd=folder,
+        )
         with os.fdopen(file, "wb") as output:
             for chunk in chunks:
                 digest.update(chunk)
@@ -291,6 +322,9 @@ def remove(folder: int, name: str) -> None:
             command = ["rm", "-rf", "--one-file-system", "--", f"./{name}"]
             done = subprocess.run(command, cwd=f"/proc/self/fd/{folder}", stderr=subprocess.PIPE)
             if done.returncode:
-                raise OSError(f"{name} cannot be removed: {done.stderr.decode(errors='replace').strip()[-500:]}")
+                raise OSError(
+                    f"{name} cannot be removed:"
+                    f" {done.stderr.decode(errors='replace').strip()[-500:]}"
+                )
         else:
             os.unlink(name, dir_fd=folder)

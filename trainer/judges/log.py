@@ -1,7 +1,8 @@
-"""A log parser of the `swebench` package as the judge: for test programs that write no JUnit report.
+"""A log parser of the `swebench` package as the judge: for test programs that write no JUnit
+report.
 
-The agent's code runs in the test program and can print lines that the parser takes for results. A report is harder to
-forge: see `canary`. The package needs no Docker for this.
+The agent's code runs in the test program and can print lines that the parser takes for results. A
+report is harder to forge: see `canary`. The package needs no Docker for this.
 """
 
 from functools import lru_cache
@@ -18,8 +19,11 @@ _MAX_LOG_BYTES = 64 << 20
 _MAX_TESTS = 500
 
 
-async def judge_by_log(spec: PytestJudge, parser: str, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
-    """Return the reward and the evidence, as `judge_by_report`. Raises `UnjudgedError` and `MissingPackageError`."""
+async def judge_by_log(
+    spec: PytestJudge, parser: str, checkout: Checkout
+) -> tuple[Reward, dict[str, Any]]:
+    """Return the reward and the evidence, as `judge_by_report`. Raises `UnjudgedError` and
+    `MissingPackageError`."""
     status = await checkout.run(spec.command, spec.env, spec.timeout)
     log = read_end(checkout.job.log, _MAX_LOG_BYTES)
     outcomes = await in_folder_thread(parse_log, parser, log)
@@ -39,7 +43,8 @@ async def judge_by_log(spec: PytestJudge, parser: str, checkout: Checkout) -> tu
 def parse_log(parser: str, log: str) -> dict[str, str]:
     """Return the outcomes in a log: test -> PASSED, FAILED, SKIPPED, ERROR or XFAIL.
 
-    Raises `UnjudgedError` for a parser that the package does not have, and `MissingPackageError` without the package.
+    Raises `UnjudgedError` for a parser that the package does not have, and `MissingPackageError`
+    without the package.
     """
     require_parser(parser)
     parsers, test_spec = _swebench()
@@ -51,7 +56,8 @@ def parse_log(parser: str, log: str) -> dict[str, str]:
 
 
 def require_parser(parser: str) -> None:
-    """Raise `UnjudgedError` for a parser that the package does not have, and `MissingPackageError` without it."""
+    """Raise `UnjudgedError` for a parser that the package does not have, and `MissingPackageError`
+    without it."""
     if parser not in _swebench()[0]:
         raise UnjudgedError(f"swebench has no log parser {parser!r}", broke=False)
 
@@ -68,11 +74,14 @@ def _swebench() -> tuple[dict[str, Any], Any]:
 
 
 def _grade(outcomes: dict[str, str], spec: PytestJudge) -> tuple[float, dict[str, float]]:
-    """Return the reward and the parts by the package's own graders; without lists all tests must pass."""
+    """Return the reward and the parts by the package's own graders; without lists all tests must
+    pass."""
     from swebench.harness import grading
 
     if not spec.fail_to_pass and not spec.pass_to_pass:
-        share = sum(outcome in ("PASSED", "XFAIL", "SKIPPED") for outcome in outcomes.values()) / len(outcomes)
+        share = sum(
+            outcome in ("PASSED", "XFAIL", "SKIPPED") for outcome in outcomes.values()
+        ) / len(outcomes)
         return float(share == 1.0 and "PASSED" in outcomes.values()), {"tests": share}
     gold = {"FAIL_TO_PASS": spec.fail_to_pass, "PASS_TO_PASS": spec.pass_to_pass}
     report = grading.get_eval_tests_report(outcomes, gold)

@@ -1,6 +1,7 @@
 """pytest as the judge: its JUnit XML report, compared with the tests that must pass.
 
-Among the task's tests are two that must fail, the canary: a report in which they pass is not pytest's.
+Among the task's tests are two that must fail, the canary: a report in which they pass is not
+pytest's.
 """
 
 import ast
@@ -27,7 +28,8 @@ Outcome = Literal["passed", "skipped", "xfailed", "failed", "error"]
 MAX_REPORT_BYTES = 64 << 20
 _RANK = ("passed", "skipped", "xfailed", "failed", "error")
 _ILLEGAL = re.compile("[^\t\n\r -~\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that pytest writes as `#x` and their number, because XML has none of them (`_pytest.junitxml`)."""
+"""Characters that pytest writes as `#x` and their number, because XML has none of them
+(`_pytest.junitxml`)."""
 
 
 class Name(NamedTuple):
@@ -44,8 +46,8 @@ class Name(NamedTuple):
 def junit_name(test: str) -> Name:
     """Return the name in a report of a test that pytest names `tests/test_a.py::TestB::test_c[1]`.
 
-    pytest's rule (`_pytest.junitxml.mangle_test_address`): the part before `[` is split at `::`, and the file's path
-    loses `.py` and has dots in place of slashes.
+    pytest's rule (`_pytest.junitxml.mangle_test_address`): the part before `[` is split at `::`,
+    and the file's path loses `.py` and has dots in place of slashes.
     """
     path, bracket, parameters = test.partition("[")
     names = path.split("::")
@@ -93,7 +95,8 @@ class _Reader:
 
 
 def read_report(content: bytes) -> dict[Name, Outcome]:
-    """Return the outcomes in a JUnit XML report; of a test that is there twice the worse. Raises `UnjudgedError`."""
+    """Return the outcomes in a JUnit XML report; of a test that is there twice the worse. Raises
+    `UnjudgedError`."""
     if len(content) > MAX_REPORT_BYTES:
         raise UnjudgedError(f"the report has more than {MAX_REPORT_BYTES >> 20} MiB")
     reader = _Reader()
@@ -111,8 +114,8 @@ def read_report(content: bytes) -> dict[Name, Outcome]:
 def find_outcome(test: str, outcomes: Mapping[Name, Outcome]) -> Outcome | None:
     """Return the outcome of a test that pytest names so, None when it is not in the report.
 
-    Many names in SWE-bench Verified are cut off within the parameters: such a name has an outcome when all tests that
-    begin with it agree whether they passed.
+    Many names in SWE-bench Verified are cut off within the parameters: such a name has an outcome
+    when all tests that begin with it agree whether they passed.
     """
     name = junit_name(test)
     if name in outcomes or name.name.count("[") <= name.name.count("]"):
@@ -125,27 +128,38 @@ def find_outcome(test: str, outcomes: Mapping[Name, Outcome]) -> Outcome | None:
     return found[0] if len({outcome in ("passed", "xfailed") for outcome in found}) == 1 else None
 
 
-def evaded(outcomes: Mapping[Name, Outcome], allowed: Collection[tuple[Name, Outcome]]) -> dict[Name, Outcome]:
+def evaded(
+    outcomes: Mapping[Name, Outcome], allowed: Collection[tuple[Name, Outcome]]
+) -> dict[Name, Outcome]:
     """Return the outcomes with those failed that are skipped or expected to fail and not `allowed`.
 
-    Code under test can call `pytest.skip` and `pytest.xfail`, or raise `unittest.SkipTest`: neither is a success.
+    Code under test can call `pytest.skip` and `pytest.xfail`, or raise `unittest.SkipTest`: neither
+    is a success.
     """
     return {
-        name: "failed" if outcome in ("skipped", "xfailed") and (name, outcome) not in allowed else outcome
+        name: (
+            "failed"
+            if outcome in ("skipped", "xfailed") and (name, outcome) not in allowed
+            else outcome
+        )
         for name, outcome in outcomes.items()
     }
 
 
 class Verdict(NamedTuple):
-    """The comparison of a report with the expected tests: outcome of each, and the shares of both lists that pass."""
+    """The comparison of a report with the expected tests: outcome of each, and the shares of both
+    lists that pass."""
 
     reward: float
     parts: dict[str, float]
     tests: dict[str, str]
 
 
-def compare(outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]) -> Verdict:
-    """Return the verdict. A test that was skipped has not begun to pass, and has not ceased to: see `evaded`.
+def compare(
+    outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]
+) -> Verdict:
+    """Return the verdict. A test that was skipped has not begun to pass, and has not ceased to: see
+    `evaded`.
 
     Without lists all tests of the report must pass or be skipped, and one must pass.
     """
@@ -153,7 +167,11 @@ def compare(outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_
         passes = [outcome in ("passed", "xfailed", "skipped") for outcome in outcomes.values()]
         some = any(outcome in ("passed", "xfailed") for outcome in outcomes.values())
         share = sum(passes) / len(passes) if passes else 0.0
-        return Verdict(float(some and all(passes)), {"tests": share}, {str(name): outcomes[name] for name in outcomes})
+        return Verdict(
+            float(some and all(passes)),
+            {"tests": share},
+            {str(name): outcomes[name] for name in outcomes},
+        )
     parts, whole = {}, True
     tests: dict[str, str] = {}
     for part, names, good in (
@@ -180,15 +198,19 @@ if getattr(sys.modules.get("rolltap_report"), "PIPE", -1) >= 0:  # not for anoth
         def test_{token}(self):
             self.assertEqual([], [1])
 """
-_WORDS = "basic empty single nested default simple multiple large small mixed repeated values inputs options names"
+_WORDS = (
+    "basic empty single nested default simple multiple large small mixed repeated values inputs"
+    " options names"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Two tests that must fail, a function and a `unittest` method, in a file that is named and lies like the task's.
+    """Two tests that must fail, a function and a `unittest` method, in a file that is named and
+    lies like the task's.
 
-    They find code of the agent's that makes pytest's tests pass, unless that code looks for them. The plugin
-    (`boxes/inside/report.py`) runs them after all others.
+    They find code of the agent's that makes pytest's tests pass, unless that code looks for them.
+    The plugin (`boxes/inside/report.py`) runs them after all others.
 
     Attributes:
         token: Random, and in the name of no test of the task's.
@@ -200,27 +222,35 @@ class Canary:
 
     @classmethod
     def write(cls, workspace: Path, beside: str) -> "Canary":
-        """Write the tests into the workspace, in the folder of `beside`, the path of a test file."""
+        """Write the tests into the workspace, in the folder of `beside`, the path of a test
+        file."""
         folder = beside.rpartition("/")[0]
         while True:
             token = "_".join([*secrets.SystemRandom().sample(_WORDS.split(), 3)])
             file = f"{folder}/test_{token}.py".lstrip("/")
             if read_file(workspace, file, 1) is None:
                 break
-        write_file(workspace, file, iter([_TESTS.replace("{token}", token).encode()]), executable=False)
+        write_file(
+            workspace, file, iter([_TESTS.replace("{token}", token).encode()]), executable=False
+        )
         return cls(token, file)
 
     def take(
         self, outcomes: Mapping[Name, Outcome]
     ) -> tuple[dict[Name, Outcome], Literal["failed", "passed", "absent"]]:
-        """Return the outcomes of the other tests, and what the canary's did: `passed` if one did not fail."""
+        """Return the outcomes of the other tests, and what the canary's did: `passed` if one did
+        not fail."""
         rest = {
-            name: outcome for name, outcome in outcomes.items() if self.token not in f"{name.classname} {name.name}"
+            name: outcome
+            for name, outcome in outcomes.items()
+            if self.token not in f"{name.classname} {name.name}"
         }
         own = [outcome for name, outcome in outcomes.items() if name not in rest]
         if not own:
             return rest, "absent"
-        return rest, "failed" if all(outcome in ("failed", "error") for outcome in own) else "passed"
+        return rest, (
+            "failed" if all(outcome in ("failed", "error") for outcome in own) else "passed"
+        )
 
 
 def read_marks(content: bytes) -> set[Name]:
@@ -243,18 +273,21 @@ async def judge_by_report(
 ) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence. Raises `UnjudgedError`.
 
-    A test that is skipped, or fails as expected, counts as such if it has a mark that says so. `allow` is asked for
-    those without one when the reward depends on them, and returns the ones that count as such too.
+    A test that is skipped, or fails as expected, counts as such if it has a mark that says so.
+    `allow` is asked for those without one when the reward depends on them, and returns the ones
+    that count as such too.
 
-    The evidence has `tests`, the outcome of the expected tests, the worst first; `canary`, what the tests that must
-    fail did.
+    The evidence has `tests`, the outcome of the expected tests, the worst first; `canary`, what the
+    tests that must fail did.
     """
     canary = Canary.write(checkout.workspace, _beside(spec, checkout))
     env = {
         **spec.env,
         "ROLLTAP_REPORT": checkout.pipe,
         "ROLLTAP_CANARY": f"{checkout.box.workdir}/{canary.file}",
-        "PYTEST_PLUGINS": ",".join(filter(None, [spec.env.get("PYTEST_PLUGINS"), "rolltap_report"])),
+        "PYTEST_PLUGINS": ",".join(
+            filter(None, [spec.env.get("PYTEST_PLUGINS"), "rolltap_report"])
+        ),
         "PYTHONPATH": os.pathsep.join(filter(None, [checkout.tools, spec.env.get("PYTHONPATH")])),
     }
     command = [argument.replace("{report}", checkout.pipe) for argument in spec.command]
@@ -262,7 +295,9 @@ async def judge_by_report(
     ended = f"the judge ended with status {status}"
     marks, _, content = checkout.verdict(ended).rpartition(b"\0")
     if not content:
-        raise UnjudgedError(f"{ended} and wrote no report; its output is in {checkout.job.log.name}")
+        raise UnjudgedError(
+            f"{ended} and wrote no report; its output is in {checkout.job.log.name}"
+        )
     # a report may have a million tests
     read = await in_folder_thread(_read, content, marks, canary, spec)
     if not read.outcomes:
@@ -286,8 +321,10 @@ class _Read:
     Attributes:
         outcomes: Those of all tests but the canary's.
         canary: What the tests that must fail did.
-        skips: Tests that were skipped or failed as expected; `allowed` are those with a mark that says so.
-        reported: The comparison of the report as it is; `verdict` that with skips that are not allowed as failures.
+        skips: Tests that were skipped or failed as expected; `allowed` are those with a mark that
+            says so.
+        reported: The comparison of the report as it is; `verdict` that with skips that are not
+            allowed as failures.
     """
 
     outcomes: dict[Name, Outcome]
@@ -314,7 +351,9 @@ def _compare_with(allowed: Skips, outcomes: Mapping[Name, Outcome], spec: Pytest
 
 def _told(read: _Read, allowed: Skips) -> dict[str, Any]:
     """Return the evidence of the tests, of bounded size."""
-    worst_first = sorted(read.reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
+    worst_first = sorted(
+        read.reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed")
+    )
     tests = {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]}
     evasions = sorted(str(name)[:_MAX_NAME] for name, _ in read.skips - allowed)
     return {"tests": tests, "skipped_by_code": evasions[:50]} if evasions else {"tests": tests}
@@ -325,5 +364,11 @@ def _beside(spec: PytestJudge, checkout: Checkout) -> str:
     for name in (*spec.fail_to_pass, *spec.pass_to_pass):
         if read_file(checkout.workspace, path := name.partition("::")[0], 1) is not None:
             return path
-    tests = (path for path in scan(checkout.workspace).entries if matches(path, TEST_FILES) and path.endswith(".py"))
-    return min(tests, key=lambda path: (not path.rpartition("/")[2].startswith("test_"), path), default="")
+    tests = (
+        path
+        for path in scan(checkout.workspace).entries
+        if matches(path, TEST_FILES) and path.endswith(".py")
+    )
+    return min(
+        tests, key=lambda path: (not path.rpartition("/")[2].startswith("test_"), path), default=""
+    )

@@ -23,7 +23,8 @@ class Judged:
         reward: Finite; None when the judge could not judge.
         unjudged: Why there is no reward; None when there is one.
         parts: Name -> finite number.
-        evidence: JSON values: tests, their results, what was not applied, the digest of the changes.
+        evidence: JSON values: tests, their results, what was not applied, the digest of the
+            changes.
     """
 
     reward: float | None = None
@@ -41,7 +42,8 @@ class Judged:
 
 
 def worst_reward(spec: Judge) -> float:
-    """Return the least reward that a judge gives: for a judge that was broken, or a report that was forged."""
+    """Return the least reward that a judge gives: for a judge that was broken, or a report that was
+    forged."""
     return _end_of_range(spec, 0)
 
 
@@ -62,13 +64,16 @@ def _end_of_range(spec: Judge, end: Literal[0, 1]) -> float:
 class UnjudgedError(Exception):
     """A judge has no verdict.
 
-    `broke` is False when that cannot be the agent's doing: a key that is not set, a patch that does not fit, a provider
-    that does not answer. Else the agent's changes may have caused it, with a time limit, a signal, a report that is
-    missing, words that are no reward: a judge that has a verdict on the untouched start was broken by them. `lacks`
-    names a program that is not there. `evidence` goes with the judgement.
+    `broke` is False when that cannot be the agent's doing: a key that is not set, a patch that does
+    not fit, a provider that does not answer. Else the agent's changes may have caused it, with a
+    time limit, a signal, a report that is missing, words that are no reward: a judge that has a
+    verdict on the untouched start was broken by them. `lacks` names a program that is not there.
+    `evidence` goes with the judgement.
     """
 
-    def __init__(self, reason: str, *, broke: bool = True, lacks: str = "", **evidence: Any) -> None:
+    def __init__(
+        self, reason: str, *, broke: bool = True, lacks: str = "", **evidence: Any
+    ) -> None:
         super().__init__(reason)
         self.broke = broke
         self.lacks = lacks
@@ -97,10 +102,11 @@ class RewardObject(BaseModel):
 
 
 def parse_json(text: str) -> Reward:
-    """Return the reward of a JSON object: `{"reward": NUMBER, "parts": {NAME: NUMBER}, "reason": TEXT}`.
+    """Return the reward of a JSON object: `{"reward": NUMBER, "parts": {NAME: NUMBER}, "reason":
+    TEXT}`.
 
-    `parts` and `reason` may be missing. Raises `UnjudgedError` for all else: further keys, a key that is there twice,
-    numbers that are not finite, booleans.
+    `parts` and `reason` may be missing. Raises `UnjudgedError` for all else: further keys, a key
+    that is there twice, numbers that are not finite, booleans.
     """
     try:
         found = RewardObject.model_validate(json.loads(text, object_pairs_hook=_unique))
@@ -112,7 +118,8 @@ def parse_json(text: str) -> Reward:
 
 
 def parse_text(text: str) -> Reward:
-    """Return the reward that a text is: JSON, or one number in ASCII digits. Raises `UnjudgedError`."""
+    """Return the reward that a text is: JSON, or one number in ASCII digits. Raises
+    `UnjudgedError`."""
     text = text.strip(" \t\r\n")
     if _NUMBER.fullmatch(text):
         text = f'{{"reward": {float(text)!r}}}'

@@ -101,7 +101,9 @@ def examine(
         return Failure.of(error, node)
 
 
-def require_alike_installations(own: Installation, asked: float, nodes: Mapping[str, Installation]) -> None:
+def require_alike_installations(
+    own: Installation, asked: float, nodes: Mapping[str, Installation]
+) -> None:
     """Refuse nodes that differ from this machine. They were asked at the time `asked`.
 
     Raises `InputError`.

@@ -1,1 +1,2 @@
-"""Running harnesses on tasks: every session has a copy of the workspace, and proxy credentials of its own."""
+"""Running harnesses on tasks: every session has a copy of the workspace, and proxy credentials of
+its own."""

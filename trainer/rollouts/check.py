@@ -1,4 +1,5 @@
-"""Checks before the first session: the engines, and what tasks need and the runtime or this machine does not have."""
+"""Checks before the first session: the engines, and what tasks need and the runtime or this machine
+does not have."""
 
 import asyncio
 import json
@@ -30,9 +31,10 @@ logger = logging.getLogger(__name__)
 def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
     """Tell `say` what every engine of a recorder serves, and return the version of the weights.
 
-    Weights that are not the policy of the run, and different ones, are warnings. A model of another name is one of the
-    recorder, which compares the tokenizers. Raises `EngineError` when an engine does not answer or has no window; and
-    `InputError` when none answers for a model that cannot be recorded.
+    Weights that are not the policy of the run, and different ones, are warnings. A model of another
+    name is one of the recorder, which compares the tokenizers. Raises `EngineError` when an engine
+    does not answer or has no window; and `InputError` when none answers for a model that cannot be
+    recorded.
     """
     try:
         found = [engine_status(EngineAdmin(url.strip())) for url in recorder.engine.split(",")]
@@ -43,18 +45,25 @@ def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
     for status in found:
         say(str(status))
         if status.max_model_len < 1:
-            raise EngineError(f"the engine at {status.url} has a context window of {status.max_model_len} tokens")
+            raise EngineError(
+                f"the engine at {status.url} has a context window of {status.max_model_len} tokens"
+            )
         if warning := status.mismatch(policy):
             logger.warning("%s", warning)
     if len({(status.model, status.version) for status in found}) > 1:
-        served = "; ".join(f"{status.url}: {status.version or 'unknown'} of {status.model}" for status in found)
-        logger.warning("the engines serve different weights (%s): their sessions are in one group", served)
+        served = "; ".join(
+            f"{status.url}: {status.version or 'unknown'} of {status.model}" for status in found
+        )
+        logger.warning(
+            "the engines serve different weights (%s): their sessions are in one group", served
+        )
     return ",".join(sorted({status.version or "unknown" for status in found}))
 
 
 def kept_check(task: Task, digest: str, runtime: str) -> Path:
-    """Return the file in which `rolltap tasks check` keeps what it found of a task with its digest, and its solution,
-    in boxes of a runtime: one without isolation leaves cheats that another does not.
+    """Return the file in which `rolltap tasks check` keeps what it found of a task with its digest,
+    and its solution, in boxes of a runtime: one without isolation leaves cheats that another does
+    not.
 
     Raises `InputError` for a solution that is not there.
     """
@@ -65,7 +74,8 @@ def kept_check(task: Task, digest: str, runtime: str) -> Path:
 
 
 def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str], runtime: str) -> None:
-    """Warn of tasks that `rolltap tasks check` did not try in a runtime, or in which it found something.
+    """Warn of tasks that `rolltap tasks check` did not try in a runtime, or in which it found
+    something.
 
     `digests` are those of the tasks by their ids.
     """
@@ -76,7 +86,13 @@ def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str], runtime
             kept = kept_check(task, digests[task.id], runtime).read_text(encoding="utf-8")
             if not json.loads(kept)["passed"]:
                 weak.append(task.id)
-        except (InputError, OSError, ValueError, LookupError, TypeError):  # a rollout needs no solution
+        except (
+            InputError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ):  # a rollout needs no solution
             unchecked.append(task.id)
     found = {"not tried with cheats": unchecked, "with findings": weak}
     told = [f"tasks {how}: {some(ids)}" for how, ids in found.items() if ids]
@@ -84,13 +100,15 @@ def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str], runtime
         logger.warning("%s: run `rolltap tasks check TASKS --runtime %s`", "; ".join(told), runtime)
 
 
-def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:
-    """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none, and with
-    the name of the image that is to be built.
+def fit_tasks(
+    tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None
+) -> list[Task]:
+    """Return the tasks as a runtime runs them: without an image that is optional, where the runtime
+    has none, and with the name of the image that is to be built.
 
-    Tasks that need what the runtime does not have, or whose instruction is too long for an argument of the harness, are
-    left out, and a warning counts them. Raises `InputError` when
-    these are all, and for the first path of a task that is not there.
+    Tasks that need what the runtime does not have, or whose instruction is too long for an argument
+    of the harness, are left out, and a warning counts them. Raises `InputError` when these are all,
+    and for the first path of a task that is not there.
     """
     fitting: list[Task] = []
     refused: list[RefusedError] = []
@@ -114,13 +132,19 @@ def _require_some(fitting: list[Task], refused: Sequence[RefusedError]) -> list[
     return fitting
 
 
-async def build_images(tasks: Sequence[Task], runtime: Runtime, logs: Path, *, at_once: int) -> list[Task]:
+async def build_images(
+    tasks: Sequence[Task], runtime: Runtime, logs: Path, *, at_once: int
+) -> list[Task]:
     """Build the images of tasks, `at_once` at a time, and return the tasks whose images are there.
 
-    The folder `logs` gets the output of each build. A warning counts the tasks whose image cannot be built. Raises
-    `InputError` when these are all.
+    The folder `logs` gets the output of each build. A warning counts the tasks whose image cannot
+    be built. Raises `InputError` when these are all.
     """
-    builds = {task.image: task.build for task in tasks if task.image is not None and task.build is not None}
+    builds = {
+        task.image: task.build
+        for task in tasks
+        if task.image is not None and task.build is not None
+    }
     if not builds or not isinstance(runtime, BuildingRuntime):
         return list(tasks)
     places = asyncio.Semaphore(at_once)
@@ -129,14 +153,20 @@ async def build_images(tasks: Sequence[Task], runtime: Runtime, logs: Path, *, a
     async def make(image: str, build: Build) -> None:
         async with places:
             try:
-                await runtime.build(image, build, logs / f"build-{image.rpartition(':')[2][:16]}.log")
+                await runtime.build(
+                    image, build, logs / f"build-{image.rpartition(':')[2][:16]}.log"
+                )
             except (InputError, OSError) as error:
                 faults[image] = str(error)
 
     async with asyncio.TaskGroup() as making:
         for image, build in builds.items():
             making.create_task(make(image, build))
-    refused = [RefusedError(f"{_where(task)}: {faults[task.image]}") for task in tasks if task.image in faults]
+    refused = [
+        RefusedError(f"{_where(task)}: {faults[task.image]}")
+        for task in tasks
+        if task.image in faults
+    ]
     return _require_some([task for task in tasks if task.image not in faults], refused)
 
 
@@ -150,66 +180,81 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
     size = max(len(os.fsencode(argument)) for argument in command) + 1
     if size > ARGUMENT_BYTES:
         raise RefusedError(
-            f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes {ARGUMENT_BYTES:,}: "
-            "shorten it, or lay its text into the workspace ('files') and let the instruction name that file"
+            f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes"
+            f" {ARGUMENT_BYTES:,}: shorten it, or lay its text into the workspace ('files') and let"
+            " the instruction name that file"
         )
     judges = list(judges_of(task.effective_judge))
     _check_paths(task, judges, where)
     for judge in judges:
-        if not isinstance(judge, LLMJudge) and (shared := ambiguous(_start_files(task), task, judge)):
+        if not isinstance(judge, LLMJudge) and (
+            shared := ambiguous(_start_files(task), task, judge)
+        ):
             raise RefusedError(
-                f"{where}: the judge's command names {shared[0]}, and the instruction does too: is it the judge's or "
-                "the agent's? Say paths: the judge's 'paths' lists what the agent is to change"
+                f"{where}: the judge's command names {shared[0]}, and the instruction does too: is"
+                " it the judge's or the agent's? Say paths: the judge's 'paths' lists what the"
+                " agent is to change"
             )
         if isinstance(judge, LLMJudge) or task.workspace is None:
             continue
         if computed := computed_makefiles(task.workspace, _start_files(task), judge):
             raise RefusedError(
-                f"{where}: the judge runs make, and {computed[0]} computes names of targets or "
-                "includes: any new file may decide for it. Say paths: the judge's 'paths' lists what "
-                "the agent is to change"
+                f"{where}: the judge runs make, and {computed[0]} computes names of targets or"
+                " includes: any new file may decide for it. Say paths: the judge's 'paths' lists"
+                " what the agent is to change"
             )
     if runtime.isolated and not isinstance(runtime, ImageRuntime):
         _require_room_in_a_sandbox(task, judges, where)
     own_paths = any(isinstance(judge, CommandJudge) and judge.own_paths for judge in judges)
     if task.needs_network is not None and (runtime.isolated or own_paths):
         raise RefusedError(
-            f"{where} needs a network: {task.needs_network}. With the runtimes sandbox, container and apptainer a "
-            "session reaches the recorder only, and its judge has no network: name the hosts in the judge's 'allow' "
-            "('verifier.allowed_hosts' of a Harbor task), or build an image that has what is downloaded, name it as "
-            "the task's image ('environment.docker_image'), and remove the downloads from the task"
+            f"{where} needs a network: {task.needs_network}. With the runtimes sandbox, container"
+            " and apptainer a session reaches the recorder only, and its judge has no network:"
+            " name the hosts in the judge's 'allow' ('verifier.allowed_hosts' of a Harbor task),"
+            " or build an image that has what is downloaded, name it as the task's image"
+            " ('environment.docker_image'), and remove the downloads from the task"
             + ("" if own_paths else ", or use the runtime process")
         )
     if own_paths and not runtime.isolated:
         raise RefusedError(
-            f"{where}: its judge needs absolute paths of its own, which the runtime {runtime.name} does not have: use "
-            "the runtime sandbox or container"
+            f"{where}: its judge needs absolute paths of its own, which the runtime {runtime.name}"
+            " does not have: use the runtime sandbox or container"
         )
-    if any(isinstance(judge, PytestJudge) and judge.log_parser for judge in judges) and not find_spec("swebench"):
-        raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: {install_command('swe')}")
+    if any(
+        isinstance(judge, PytestJudge) and judge.log_parser for judge in judges
+    ) and not find_spec("swebench"):
+        raise RefusedError(
+            f"{where}: its judge's 'log_parser' needs swebench: {install_command('swe')}"
+        )
     if task.build is not None:
         if not isinstance(runtime, BuildingRuntime) or not runtime.builds:
             file = ", ".join(filter(None, [str(task.build.folder / "Dockerfile"), task.build.why]))
             raise RefusedError(
-                f"{where}: {file}: this needs an image to be built: use --build with --runtime container (in a recipe, "
-                f"build = true), or run `podman build -t NAME {task.build.folder}` and name it as the task's image "
-                "('environment.docker_image' of a Harbor task)"
+                f"{where}: {file}: this needs an image to be built: use --build with --runtime"
+                " container (in a recipe, build = true), or run `podman build -t NAME"
+                f" {task.build.folder}` and name it as the task's image ('environment.docker_image'"
+                " of a Harbor task)"
             )
         return task.model_copy(update={"image": image_of(task.build)})
     if isinstance(runtime, ImageRuntime):
         if task.image is None:
-            raise RefusedError(f"{where} has no image, and the runtime {runtime.name} needs one: give 'image'")
+            raise RefusedError(
+                f"{where} has no image, and the runtime {runtime.name} needs one: give 'image'"
+            )
         return task
     if task.image is None or task.image_optional:
         return task.model_copy(update={"image": None})
     raise RefusedError(
-        f"{where} needs the image {task.image}, and the runtime {runtime.name} has no images: use the runtime "
-        "container, or set 'image_optional' if this machine's own programs serve"
+        f"{where} needs the image {task.image}, and the runtime {runtime.name} has no images: use"
+        " the runtime container, or set 'image_optional' if this machine's own programs serve"
     )
 
 
-def _require_room_in_a_sandbox(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) -> None:
-    """Refuse a path of the box below the system's folders, which a sandbox shows as this machine has them."""
+def _require_room_in_a_sandbox(
+    task: Task, judges: Sequence[OneJudge | LLMJudge], where: str
+) -> None:
+    """Refuse a path of the box below the system's folders, which a sandbox shows as this machine
+    has them."""
     paths: list[str] = [task.workdir]
     for judge in judges:
         if isinstance(judge, CommandJudge):
@@ -217,8 +262,8 @@ def _require_room_in_a_sandbox(task: Task, judges: Sequence[OneJudge | LLMJudge]
     for path in paths:
         if any(Path(path).is_relative_to(top) for top in (*SYSTEM, Path("/etc"))):
             raise RefusedError(
-                f"{where} has {path} in its box, and a sandbox shows this machine's folder there: choose another "
-                "path, or use the runtime container"
+                f"{where} has {path} in its box, and a sandbox shows this machine's folder there:"
+                " choose another path, or use the runtime container"
             )
 
 
@@ -228,7 +273,10 @@ def _start_files(task: Task) -> Iterator[str]:
         if root is not None and root.is_file():
             yield place
         for folder, _, names in os.walk(root or ""):
-            yield from (os.path.normpath(os.path.join(place, os.path.relpath(folder, root), name)) for name in names)
+            yield from (
+                os.path.normpath(os.path.join(place, os.path.relpath(folder, root), name))
+                for name in names
+            )
 
 
 def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) -> None:

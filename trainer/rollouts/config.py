@@ -1,7 +1,7 @@
 """Settings of a rollout, each once: name, type, default, bounds and help.
 
-`rolltap rollout` makes its options from the fields of `RolloutConfig`, a recipe has them as keys, and `rolltap.rollout`
-takes them as keywords.
+`rolltap rollout` makes its options from the fields of `RolloutConfig`, a recipe has them as keys,
+and `rolltap.rollout` takes them as keywords.
 """
 
 import re
@@ -36,7 +36,8 @@ FREE_OPTIONS = frozenset(
 class Budget(BaseModel):
     """Budgets of one session. None is no limit. A session that used one up has the status `budget`.
 
-    `calls` is the option `--max-calls` of `rolltap rollout` and the recorder's `rolltap_max_calls`, and so on.
+    `calls` is the option `--max-calls` of `rolltap rollout` and the recorder's `rolltap_max_calls`,
+    and so on.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -46,16 +47,21 @@ class Budget(BaseModel):
     sampled_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of sampled tokens of a session, of all calls together."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Maximum length of the prompt of one call in tokens. A longer one is refused as by a model with that window, so
-    that harnesses compact their history."""
+    """Maximum length of the prompt of one call in tokens. A longer one is refused as by a model
+    with that window, so that harnesses compact their history."""
 
     def options(self) -> dict[str, str]:
-        """Return the recorder's options (`rolltap_max_calls` and others) of the budgets that are set."""
-        return {f"rolltap_max_{name}": str(value) for name, value in self.model_dump(exclude_none=True).items()}
+        """Return the recorder's options (`rolltap_max_calls` and others) of the budgets that are
+        set."""
+        return {
+            f"rolltap_max_{name}": str(value)
+            for name, value in self.model_dump(exclude_none=True).items()
+        }
 
 
 class RolloutConfig(BaseModel):
-    """Settings of a rollout. The constructor raises pydantic's `ValidationError`, a `ValueError`; `of` `InputError`."""
+    """Settings of a rollout. The constructor raises pydantic's `ValidationError`, a `ValueError`;
+    `of` `InputError`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -66,14 +72,17 @@ class RolloutConfig(BaseModel):
     concurrency: int = Field(default=8, ge=1)
     """Maximum number of sessions that run at the same time, with `ray` on each node."""
     ray: str | None = Field(default=None, min_length=1)
-    """Address of a Ray cluster whose nodes run the sessions, as HOST:PORT; this machine is one of them. By default they
-    run here."""
+    """Address of a Ray cluster whose nodes run the sessions, as HOST:PORT; this machine is one of
+    them. By default they run here."""
     preparing: int | None = Field(default=None, ge=1)
-    """Maximum number of sessions whose workspace and box are made at the same time. By default `concurrency`."""
+    """Maximum number of sessions whose workspace and box are made at the same time. By default
+    `concurrency`."""
     preparing_timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which the preparation of a session has failed. It is tried again, as `retries` says."""
+    """Seconds after which the preparation of a session has failed. It is tried again, as `retries`
+    says."""
     ready: int = Field(default=4, ge=0)
-    """Number of sessions that are prepared before they may run. Each has its box and its workspace."""
+    """Number of sessions that are prepared before they may run. Each has its box and its workspace.
+    """
     judging: int | None = Field(default=None, ge=1)
     """Maximum number of sessions that are judged at the same time. By default `concurrency`."""
     recorders: int = Field(default=1, ge=1)
@@ -81,17 +90,18 @@ class RolloutConfig(BaseModel):
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a harness is stopped, unless its task has a time limit of its own."""
     runtime: Literal["process", "sandbox", "container", "apptainer", "ssh", "harbor"] = "process"
-    """Where sessions run. `process` does not protect this machine from the harness; `ssh` is another machine, and
-    `harbor` has environments of Harbor."""
+    """Where sessions run. `process` does not protect this machine from the harness; `ssh` is
+    another machine, and `harbor` has environments of Harbor."""
     tools: tuple[Path, ...] = ()
-    """Folders of installed programs that a box shows, read-only, under the same path. With `ssh` they are folders of
-    that machine."""
+    """Folders of installed programs that a box shows, read-only, under the same path. With `ssh`
+    they are folders of that machine."""
     container_engine: Literal["podman", "docker"] | None = None
     """Program of the runtime `container`. By default the first that is installed."""
     container_arguments: tuple[str, ...] = ()
     """Arguments of the container engine before its command, as in `podman ARGUMENTS create`."""
     build: bool = False
-    """Build the images of tasks that have only a Dockerfile. Its lines run with the rights of the container engine."""
+    """Build the images of tasks that have only a Dockerfile. Its lines run with the rights of the
+    container engine."""
     ssh: str | None = Field(default=None, min_length=1)
     """Machine of the runtime `ssh`, as in `ssh USER@HOST`: it is reached without a password."""
     ssh_kind: Literal["sandbox", "container", "apptainer"] | None = None
@@ -103,23 +113,27 @@ class RolloutConfig(BaseModel):
     harbor_python: str | None = Field(default=None, min_length=1)
     """Program of a Python that has Harbor, for the runtime `harbor`."""
     harbor_environment: str | None = Field(default=None, min_length=1)
-    """Harbor's environment: its type, such as `daytona`, a class as MODULE:CLASS, or a JSON file with the keys that
-    Harbor's `environment` has."""
+    """Harbor's environment: its type, such as `daytona`, a class as MODULE:CLASS, or a JSON file
+    with the keys that Harbor's `environment` has."""
     recorder_address: str | None = None
-    """The recorder as boxes of the runtime `harbor` reach it: HOST:PORT, or https://HOST:PORT behind TLS of your own.
-    The recorder itself listens where its options `listen_host` and `listen_port` say."""
+    """The recorder as boxes of the runtime `harbor` reach it: HOST:PORT, or https://HOST:PORT
+    behind TLS of your own. The recorder itself listens where its options `listen_host` and
+    `listen_port` say."""
     budget: Budget = Budget()
     """Budgets of each session."""
     retries: int = Field(default=2, ge=0)
     """Retries of a session that failed because of the engine, the recorder or the machine."""
     give_up_after: int = Field(default=8, ge=1)
-    """Consecutive infrastructure failures, of two tasks at least if there are two, after which the rollout stops."""
+    """Consecutive infrastructure failures, of two tasks at least if there are two, after which the
+    rollout stops."""
     recorder: dict[str, str | list[str]] = {}
-    """Further options of the recorder or mitmproxy, for example `rolltap_sampling`. A repeatable one has a list."""
+    """Further options of the recorder or mitmproxy, for example `rolltap_sampling`. A repeatable
+    one has a list."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the configuration with these fields. Raises `InputError`, which names each wrong one."""
+        """Return the configuration with these fields. Raises `InputError`, which names each wrong
+        one."""
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
@@ -150,7 +164,10 @@ class RolloutConfig(BaseModel):
     def _refuse_two_budgets(self) -> Self:
         for name in Budget.model_fields:
             if f"rolltap_max_{name}" in self.recorder:
-                raise ValueError(f"set budget.{name} (--max-{name.replace('_', '-')}) instead of rolltap_max_{name}")
+                raise ValueError(
+                    f"set budget.{name} (--max-{name.replace('_', '-')}) instead of"
+                    f" rolltap_max_{name}"
+                )
         return self
 
     def options(self) -> dict[str, str | list[str]]:
@@ -165,15 +182,16 @@ class RolloutConfig(BaseModel):
     def _require_address(self) -> None:
         if self.recorder_address is None or "listen_port" not in self.recorder:
             raise InputError(
-                'runtime = "harbor" needs recorder_address (--recorder-address HOST:PORT), at which its boxes reach '
-                "the recorder, and the recorder's option listen_port (--set listen_port=8899), to which that address "
-                "leads; listen_host=0.0.0.0 too, unless a tunnel or a TLS proxy on this machine leads there"
+                'runtime = "harbor" needs recorder_address (--recorder-address HOST:PORT), at which'
+                " its boxes reach the recorder, and the recorder's option listen_port (--set"
+                " listen_port=8899), to which that address leads; listen_host=0.0.0.0 too, unless a"
+                " tunnel or a TLS proxy on this machine leads there"
             )
         if self.recorders > 1 or self.ray is not None:
             key = "ray" if self.ray is not None else "recorders"
             raise InputError(
-                f'{key} has no meaning with runtime = "harbor": recorder_address leads to one process of the '
-                "recorder, so remove it"
+                f'{key} has no meaning with runtime = "harbor": recorder_address leads to one'
+                " process of the recorder, so remove it"
             )
 
     def why_no_evaluations(self) -> str:
@@ -185,7 +203,8 @@ class RolloutConfig(BaseModel):
         return f"the recorder has listen_port = {port}, and {own}"
 
     def slots(self, share: float = 0.0) -> Slots:
-        """Return the slots of a node. Sessions that evaluate have this share of them, and one at least."""
+        """Return the slots of a node. Sessions that evaluate have this share of them, and one at
+        least."""
         return Slots(
             preparing=self.preparing or self.concurrency,
             ready=self.ready,
@@ -213,7 +232,8 @@ class RolloutConfig(BaseModel):
 
 
 class RolloutArguments(TypedDict, total=False):
-    """Fields of `RolloutConfig` as keywords of `rolltap.rollout`, for type checkers. `runtime` has its own there."""
+    """Fields of `RolloutConfig` as keywords of `rolltap.rollout`, for type checkers. `runtime` has
+    its own there."""
 
     repositories: str | Path | None
     sessions: int

@@ -24,10 +24,11 @@ _BESIDE = ("./", "../")
 
 
 class Harness(BaseModel):
-    """An agent program and how to start it. A preset (`recipes/harnesses`) is a TOML file with these fields as keys.
+    """An agent program and how to start it. A preset (`recipes/harnesses`) is a TOML file with
+    these fields as keys.
 
-    A word of its command line that begins with `./` or `../` is the path of a file or folder, relative to the TOML
-    file. Every box shows it, read-only. All other words stay as they are.
+    A word of its command line that begins with `./` or `../` is the path of a file or folder,
+    relative to the TOML file. Every box shows it, read-only. All other words stay as they are.
 
     The constructor raises pydantic's `ValidationError`, a `ValueError`, for wrong fields.
 
@@ -37,10 +38,12 @@ class Harness(BaseModel):
         install: The command that installs this version. It is shown if the program is missing.
         program: The program to start: a name that is looked up on the `PATH`, or a path.
         arguments: Arguments of every session, before all others.
-        headless: Further arguments of one headless session: the program works on one instruction, uses its tools
-            without asking, also as root, and exits. `{instruction}` is replaced by the instruction.
-        env: Variables that it needs: a placeholder key if it refuses to start without one, telemetry and update
-            checks off. `{max_model_len}` is replaced by the engine's context window in tokens.
+        headless: Further arguments of one headless session: the program works on one instruction,
+            uses its tools without asking, also as root, and exits. `{instruction}` is replaced by
+            the instruction.
+        env: Variables that it needs: a placeholder key if it refuses to start without one,
+            telemetry and update checks off. `{max_model_len}` is replaced by the engine's context
+            window in tokens.
         version_arguments: Arguments with which the program prints its version and exits.
         quirks: Facts that a person who runs the program should know.
     """
@@ -61,14 +64,19 @@ class Harness(BaseModel):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files and folders that words of the command line name relative to the preset's file."""
+        """The files and folders that words of the command line name relative to the preset's
+        file."""
         return self._files
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """Return the preset with this name, or the harness in this `.toml` file. Raises `InputError`."""
+        """Return the preset with this name, or the harness in this `.toml` file. Raises
+        `InputError`."""
         if not name.endswith(".toml") and name not in cls.names():
-            raise InputError(f"no harness is named {name!r}: choose {', '.join(cls.names())}, or give a .toml file")
+            raise InputError(
+                f"no harness is named {name!r}: choose {', '.join(cls.names())}, or give a .toml"
+                " file"
+            )
         if name.endswith(".toml"):
             return load_toml(Path(name), cls)._beside(Path(name).absolute())
         return load_toml(_PRESETS / f"{name}.toml", cls)
@@ -76,21 +84,33 @@ class Harness(BaseModel):
     @staticmethod
     def names() -> list[str]:
         """Return the names of the presets that rolltap brings."""
-        return sorted(Path(file.name).stem for file in _PRESETS.iterdir() if file.name.endswith(".toml"))
+        return sorted(
+            Path(file.name).stem for file in _PRESETS.iterdir() if file.name.endswith(".toml")
+        )
 
     def _beside(self, file: Path) -> Self:
-        """Return the harness with the absolute paths of what lies beside its file. Raises `InputError` for a path."""
+        """Return the harness with the absolute paths of what lies beside its file. Raises
+        `InputError` for a path."""
         files: list[Path] = []
 
         def resolve(word: str) -> str:
             path = Path(os.path.normpath(file.parent / word))
             if not word.startswith(_BESIDE):
-                is_here = not os.path.isabs(word) and os.path.isfile(path)  # False for a text too long for a path
+                is_here = not os.path.isabs(word) and os.path.isfile(
+                    path
+                )  # False for a text too long for a path
                 if is_here:
-                    logger.warning("%s: %r does not name the file beside it: write './%s' for that", file, word, word)
+                    logger.warning(
+                        "%s: %r does not name the file beside it: write './%s' for that",
+                        file,
+                        word,
+                        word,
+                    )
                 return word
             if not path.exists():
-                raise InputError(f"{file}: {word!r} is {path}, which does not exist: correct the path")
+                raise InputError(
+                    f"{file}: {word!r} is {path}, which does not exist: correct the path"
+                )
             files.append(path)
             return str(path)
 
@@ -111,18 +131,25 @@ class Harness(BaseModel):
             return
         file = Path(self.program)
         if file.is_file() and not os.access(file, os.X_OK):
-            raise InputError(f"{self.program!r} is a file that cannot be run: chmod +x {shlex.quote(self.program)}")
+            raise InputError(
+                f"{self.program!r} is a file that cannot be run: chmod +x"
+                f" {shlex.quote(self.program)}"
+            )
         if file.is_file():
-            raise InputError(f"{self.program!r} is not on the PATH, but in this folder: write ./{self.program}")
+            raise InputError(
+                f"{self.program!r} is not on the PATH, but in this folder: write ./{self.program}"
+            )
         if file.name != self.program:
             raise InputError(f"there is no file {self.program!r}: correct its path")
         how = f" ({self.install})" if self.install else ""
         raise InputError(
-            f"{self.program!r} is not on the PATH: install it{how}, or give its folder with PATH=...:$PATH"
+            f"{self.program!r} is not on the PATH: install it{how}, or give its folder with"
+            " PATH=...:$PATH"
         )
 
     def digest(self) -> str:
-        """Return the SHA-256 of what decides how the program is started, wherever the preset's folder is."""
+        """Return the SHA-256 of what decides how the program is started, wherever the preset's
+        folder is."""
         text = self.model_dump_json(exclude={"install", "quirks"})
         for path in self.files:
             text = text.replace(str(path), path.name)
@@ -136,8 +163,8 @@ class Harness(BaseModel):
     def environment(self, engine_url: str, context_window: int | None = None) -> dict[str, str]:
         """Return `env` with the engine's context window filled in.
 
-        Unless that is given, the engine is asked, of several URLs with commas the first, if a variable needs it. Raises
-        `EngineError`.
+        Unless that is given, the engine is asked, of several URLs with commas the first, if a
+        variable needs it. Raises `EngineError`.
         """
         if not any(_WINDOW in value for value in self.env.values()):
             return self.env

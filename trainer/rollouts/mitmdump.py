@@ -1,4 +1,5 @@
-"""One mitmdump process with the addons, the lock of a run folder, and the folder for what is needed while it runs."""
+"""One mitmdump process with the addons, the lock of a run folder, and the folder for what is needed
+while it runs."""
 
 import json
 import logging
@@ -41,7 +42,8 @@ def script() -> Path:
 
 
 def reasons(log: str) -> str:
-    """Return why a recorder did not start, from what it wrote: its errors, or without any its last lines."""
+    """Return why a recorder did not start, from what it wrote: its errors, or without any its last
+    lines."""
     errors = [first or other for first, other in _ERROR.findall(log)]
     return "\n".join(dict.fromkeys(errors)) or last_lines(log)
 
@@ -52,12 +54,12 @@ def last_lines(log: str) -> str:
 
 
 class Mitmdump:
-    """A mitmdump process, by default on a free loopback port. Creating it starts it; `stop` and the end of this process
-    end it.
+    """A mitmdump process, by default on a free loopback port. Creating it starts it; `stop` and the
+    end of this process end it.
 
-    `name` is its name in errors. `options` are mitmproxy options, each with the list of its values. The process gets
-    the `secret` through a socket. Its output is appended to the file `log`. It keeps the
-    descriptors `kept` open.
+    `name` is its name in errors. `options` are mitmproxy options, each with the list of its values.
+    The process gets the `secret` through a socket. Its output is appended to the file `log`. It
+    keeps the descriptors `kept` open.
 
     Raises `MissingPackageError` without mitmproxy, and `OSError` when it cannot be started.
     """
@@ -77,7 +79,8 @@ class Mitmdump:
         command = [program(), "-s", str(script())]
         ready, told = os.pipe()
         self._ready = os.fdopen(ready)
-        # not the environment, which every process of the user can read, and not a pipe, which it can open in /proc
+        # not the environment, which every process of the user can read, and not a pipe, which it
+        # can open in /proc
         ours, theirs = socket.socketpair()
         self._boxes, boxes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs, boxes, os.fdopen(told, "w"):
@@ -118,13 +121,16 @@ class Mitmdump:
         return self._process.poll() is not None
 
     def address(self) -> str:
-        """Return `HOST:PORT` when it accepts calls, and log its warnings. Raises `RecorderError` when it ends."""
+        """Return `HOST:PORT` when it accepts calls, and log its warnings. Raises `RecorderError`
+        when it ends."""
         with self._ready:
             # a line when the recorder is ready; nothing when it exits before
             line = self._ready.readline()
         if not line:
             self._copier.join()
-            raise RecorderError(f"{self._name} did not start: {reasons(self._said())}\nIts log is {self._log}")
+            raise RecorderError(
+                f"{self._name} did not start: {reasons(self._said())}\nIts log is {self._log}"
+            )
         announced = json.loads(line)
         for warning in announced["warnings"]:
             logger.warning("%s: %s", self._name, warning)
@@ -146,7 +152,8 @@ class Mitmdump:
         """Raise `RecorderError` if the process has ended."""
         if self.ended:
             raise RecorderError(
-                f"{self._name} died with status {self._process.returncode}:\n{last_lines(self._said())}"
+                f"{self._name} died with status"
+                f" {self._process.returncode}:\n{last_lines(self._said())}"
             )
 
     def terminate(self) -> None:
@@ -170,7 +177,8 @@ class Mitmdump:
                     log.write(line)
 
     def _said(self) -> str:
-        """Return what this process wrote: the log has the lines of earlier recorders of the run before."""
+        """Return what this process wrote: the log has the lines of earlier recorders of the run
+        before."""
         with self._log.open("rb") as log:
             log.seek(self._earlier)
             return log.read().decode(errors="replace")
@@ -234,10 +242,12 @@ _PREFIX = "rolltap-work-"
 
 @contextmanager
 def workplace() -> Iterator[Path]:
-    """Yield a new temporary folder for certificates, starts, workspaces and homes, and remove it at the end.
+    """Yield a new temporary folder for certificates, starts, workspaces and homes, and remove it at
+    the end.
 
-    It is not in the run folder: a harness looks for its settings and for a checkout in the folders above its workspace.
-    The folder is locked while its process runs. Those that killed processes of this user left are removed first.
+    It is not in the run folder: a harness looks for its settings and for a checkout in the folders
+    above its workspace. The folder is locked while its process runs. Those that killed processes of
+    this user left are removed first.
     """
     _remove_left(Path(tempfile.gettempdir()))
     while True:

@@ -1,4 +1,5 @@
-"""The contract of a node, a place where sessions run: this process, an actor on another machine, or a service."""
+"""The contract of a node, a place where sessions run: this process, an actor on another machine, or
+a service."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,13 +24,14 @@ class SessionAttempt:
     """An attempt at a session of a group.
 
     Attributes:
-        policy_version: Version of the weights of a session without a sampled token. None stands for the version that is
-            published when the session begins.
+        policy_version: Version of the weights of a session without a sampled token. None stands for
+            the version that is published when the session begins.
         why_stopped: The error in the row of a session that is cancelled while it runs.
         queued_seconds: Seconds for which the session waited for this node.
-        retried_seconds: Seconds of its earlier attempts, with the pauses and the waiting after each.
-        row: The session's row. The node sets it before `run` returns or raises. A session that ended before it began
-            to run has none.
+        retried_seconds: Seconds of its earlier attempts, with the pauses and the waiting after
+            each.
+        row: The session's row. The node sets it before `run` returns or raises. A session that
+            ended before it began to run has none.
     """
 
     session_id: str
@@ -51,12 +53,13 @@ class Node(Protocol):
     async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
         """Run a session until its row is on the disk.
 
-        Awaits `enter("running")` before the session begins to run, and `enter("judging")` before it is judged. A
-        cancelled call stops the session, which gets its row if it has begun.
+        Awaits `enter("running")` before the session begins to run, and `enter("judging")` before it
+        is judged. A cancelled call stops the session, which gets its row if it has begun.
 
-        Raises `RecorderError`, `NodeLostError` above all, `RunError` and `OSError` when the node can run no further
-        session.
+        Raises `RecorderError`, `NodeLostError` above all, `RunError` and `OSError` when the node
+        can run no further session.
         """
 
     def first_version(self, session_id: str) -> str | None:
-        """Return the version of the weights of a session's first call; None before it, and in an evaluation."""
+        """Return the version of the weights of a session's first call; None before it, and in an
+        evaluation."""

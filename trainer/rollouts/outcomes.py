@@ -5,41 +5,45 @@ The first line that holds is the status of a session's row:
 | status | what happened | judged | reward | rerun |
 | --- | --- | --- | --- | --- |
 | `cancelled` | the rollout was stopped or killed while it ran | no | none | by the next start |
-| `infrastructure` | engine, recorder or machine failed (a fault) | no | none | at once, then by the next start |
+| `infrastructure` | engine, recorder or machine failed: a fault | no | none | at once, next start |
 | `diverged` | a fork that differed before its call, or ended (`Facts.diverged`) | no | none | no |
 | `unjudged` | the judge was asked, and could not judge | asked | none | by the next start |
 | `budget` | a budget was used up, and no later call was completed | yes | the judge's | no |
 | `timeout` | stopped at the session's time limit | yes | the judge's | no |
-| `failed` | stopped at a limit of its box; exit status other than 0; ended by a signal | yes | the judge's | no |
+| `failed` | a limit of its box; exit status other than 0; a signal | yes | the judge's | no |
 | `completed` | exit status 0 | yes | the judge's | no |
 
 **Whose fault.** The rows that the recorder wrote decide, not the program's exit status.
 
-- It is ours (a fault, `find_fault`) if no token was sampled: a reward would say nothing of the policy. Side questions,
-  calls of the role `auxiliary`, count only in a session without other calls. A first prompt that is over a budget is no
-  fault: a retry would be refused too.
-- It is ours if a call failed for a reason of ours (an event `fault`; a silence of the engine towards everybody ends in
-  one), or began and could not be recorded, and the harness did not recover. It recovered if a later call of the same
-  role, or of the agent itself, was completed. A request that was refused before it became a call has no role: any later
-  call but a side question is its recovery. Side questions, model lists and token counts are no part of the task: once
-  there are other calls, their failures do not count.
-- All else is the agent's: wrong requests, limits of the session and the context window, budgets, its time limit while
-  it was being answered, a call in the engine's queue that it left, and its exit status. A harness that was killed too:
-  an agent can kill its own harness, and the kernel's kill for want of memory looks the same.
+- It is ours (a fault, `find_fault`) if no token was sampled: a reward would say nothing of the
+  policy. Side questions, calls of the role `auxiliary`, count only in a session without other
+  calls. A first prompt that is over a budget is no fault: a retry would be refused too.
+- It is ours if a call failed for a reason of ours (an event `fault`; a silence of the engine
+  towards everybody ends in one), or began and could not be recorded, and the harness did not
+  recover. It recovered if a later call of the same role, or of the agent itself, was completed. A
+  request that was refused before it became a call has no role: any later call but a side question
+  is its recovery. Side questions, model lists and token counts are no part of the task: once there
+  are other calls, their failures do not count.
+- All else is the agent's: wrong requests, limits of the session and the context window, budgets,
+  its time limit while it was being answered, a call in the engine's queue that it left, and its
+  exit status. A harness that was killed too: an agent can kill its own harness, and the kernel's
+  kill for want of memory looks the same.
 - A judge that cannot judge is nobody's fault in the session: its reward is open.
 
-**What is rerun.** A session of `infrastructure` is retried in the same rollout up to `retries` times, after a pause, as
-another attempt (`ID~1`) at its place; not when it cannot be run at all (`Facts.permanent`: a missing path, image or
-program; a judge whose program is missing; a shell's status 126 or 127 without a call). The next start of the rollout or
-training reruns the statuses of `RERUN`. All others are final: the same command uses them again. After `give_up_after`
-consecutive infrastructure failures on a node the node gets no more sessions (`Failures`), and without a node the
-rollout stops. Sessions without a completed call and unjudged ones count as such, because they too say nothing of the
-policy.
+**What is rerun.** A session of `infrastructure` is retried in the same rollout up to `retries`
+times, after a pause, as another attempt (`ID~1`) at its place; not when it cannot be run at all
+(`Facts.permanent`: a missing path, image or program; a judge whose program is missing; a shell's
+status 126 or 127 without a call). The next start of the rollout or training reruns the statuses of
+`RERUN`. All others are final: the same command uses them again. After `give_up_after` consecutive
+infrastructure failures on a node the node gets no more sessions (`Failures`), and without a node
+the rollout stops. Sessions without a completed call and unjudged ones count as such, because they
+too say nothing of the policy.
 
-**What becomes a reward.** The judge's number. A session without a completed call is not judged and has none, whatever
-its status: there is nothing of the policy's to judge. `infrastructure` and `cancelled` never enter a group of GRPO. A
-recipe's `[outcomes]` gives judged sessions of `budget`, `timeout` and `failed` another reward or leaves them out. When
-an unjudged session is given a reward later, it gets the status that it would have had (`Outcome.ended`).
+**What becomes a reward.** The judge's number. A session without a completed call is not judged and
+has none, whatever its status: there is nothing of the policy's to judge. `infrastructure` and
+`cancelled` never enter a group of GRPO. A recipe's `[outcomes]` gives judged sessions of `budget`,
+`timeout` and `failed` another reward or leaves them out. When an unjudged session is given a reward
+later, it gets the status that it would have had (`Outcome.ended`).
 """
 
 from collections import Counter
@@ -62,7 +66,8 @@ _STOPPED: dict[StopReason, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Status, reward and error of a session's row, and the status that an unjudged one has without its judge."""
+    """Status, reward and error of a session's row, and the status that an unjudged one has without
+    its judge."""
 
     status: SessionStatus
     reward: float | None = None
@@ -78,20 +83,26 @@ def is_judged(facts: Facts) -> bool:
 def outcome(ended: Ended, timeout: float, facts: Facts, judged: Judged | None) -> Outcome:
     """Return the outcome of a session. `timeout` is its time limit in seconds.
 
-    `judged` is None for a session that was not judged. Raises `ValueError` when it is given although `is_judged` is
-    False, or missing although it is True.
+    `judged` is None for a session that was not judged. Raises `ValueError` when it is given
+    although `is_judged` is False, or missing although it is True.
     """
     if (judged is not None) != is_judged(facts):
         raise ValueError("a session is judged if and only if it has a completed call and no fault")
     status, how = _ending(ended, timeout)
     if facts.fault is not None:
-        return Outcome("infrastructure", None, f"{facts.fault} ({how or 'the harness ended with status 0'})")
+        return Outcome(
+            "infrastructure", None, f"{facts.fault} ({how or 'the harness ended with status 0'})"
+        )
     if facts.budget is not None:
         status, how = "budget", _joined(facts.budget, how)
     if judged is None:
-        return Outcome(status, None, _joined("no model call was completed, so that there is no reward", how))
+        return Outcome(
+            status, None, _joined("no model call was completed, so that there is no reward", how)
+        )
     if judged.reward is None:
-        return Outcome("unjudged", None, _joined(judged.unjudged or "the judge gave no reward", how), status)
+        return Outcome(
+            "unjudged", None, _joined(judged.unjudged or "the judge gave no reward", how), status
+        )
     return Outcome(status, judged.reward, how)
 
 
@@ -115,7 +126,8 @@ def _joined(why: str, how: str | None) -> str:
 
 @dataclass(slots=True)
 class Failures:
-    """Infrastructure failures in a row, of one group or one node. `tasks` are those of the whole rollout."""
+    """Infrastructure failures in a row, of one group or one node. `tasks` are those of the whole
+    rollout."""
 
     tasks: Collection[str] = ()
     _failures: dict[str, str] = field(default_factory=dict)
@@ -133,8 +145,8 @@ class Failures:
     def in_a_row(self) -> int:
         """Number of consecutive infrastructure failures, each place counted once.
 
-        Sessions without a completed call or a judgement count too. It is 0 while all are of one task of several: what
-        is wrong with that task says nothing of the others.
+        Sessions without a completed call or a judgement count too. It is 0 while all are of one
+        task of several: what is wrong with that task says nothing of the others.
         """
         failed_tasks = set(self._failures.values())
         if len(failed_tasks) < min(len(self.tasks), 2):
@@ -144,7 +156,8 @@ class Failures:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over ended sessions, for the progress line. Of `total` places, one is done when it is not retried.
+    """Counts over ended sessions, for the progress line. Of `total` places, one is done when it is
+    not retried.
 
     `phases` are the numbers of sessions in each phase of the scheduler.
     """
@@ -160,7 +173,8 @@ class Tally:
     """Sum of the rewards so far."""
 
     def add(self, session: Session, facts: Facts | None, *, again: bool) -> None:
-        """Add a session that has ended. It is retried if `again`, and was stopped by somebody if `facts` is None."""
+        """Add a session that has ended. It is retried if `again`, and was stopped by somebody if
+        `facts` is None."""
         if facts is not None:
             self.refusals += facts.refusals
         if again:
@@ -176,7 +190,10 @@ class Tally:
         counts = [(number, str(status)) for status, number in self.statuses.most_common()]
         counts += [(self.unrewarded, "without a reward"), (self.retried, "retried")]
         counts += [(self.refusals, "events of refused requests")]
-        counts += [(self.phases.get(phase, 0), phase) for phase in ("preparing", "ready", "running", "judging")]
+        counts += [
+            (self.phases.get(phase, 0), phase)
+            for phase in ("preparing", "ready", "running", "judging")
+        ]
         told = ", ".join(f"{number} {what}" for number, what in counts if number)
         rewarded = self.done - self.unrewarded
         mean = f"; mean reward {self.rewards / rewarded:.3g}" if rewarded else ""

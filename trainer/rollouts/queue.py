@@ -1,19 +1,23 @@
-"""The queue of sessions: a state machine without I/O. Events in, actions out; `runner` carries the actions out.
+"""The queue of sessions: a state machine without I/O. Events in, actions out; `runner` carries the
+actions out.
 
     waiting -> preparing -> ready -> running -> ran -> judging -> ended
        ^                                                            |
        +---------- pausing <---- an attempt that is retried --------+
 
-`preparing`, `running` and `judging` have slots on each node. `ready` is a bounded buffer of prepared sessions: a slot
-for running never waits for a disk. `ran` waits for a judge and holds no slot; as many as may run can wait there before
-no further session of the node starts. Of the groups with the highest priority the oldest goes first, its retries too,
-so groups end in about the order in which they came. A priority never stops a session.
+`preparing`, `running` and `judging` have slots on each node. `ready` is a bounded buffer of
+prepared sessions: a slot for running never waits for a disk. `ran` waits for a judge and holds no
+slot; as many as may run can wait there before no further session of the node starts. Of the groups
+with the highest priority the oldest goes first, its retries too, so groups end in about the order
+in which they came. A priority never stops a session.
 
-A group stays on the node that takes its first session, because its sessions share the prefix cache of that node's
-engines. The node with the most free slots takes the next group. If there are several nodes, a node without a free slot
-takes none, because another node may have one sooner. When a node is lost, its groups wait for another one.
+A group stays on the node that takes its first session, because its sessions share the prefix cache
+of that node's engines. The node with the most free slots takes the next group. If there are several
+nodes, a node without a free slot takes none, because another node may have one sooner. When a node
+is lost, its groups wait for another one.
 
-A session is named by its id, which counts its attempts. An event of an attempt that has ended changes nothing.
+A session is named by its id, which counts its attempts. An event of an attempt that has ended
+changes nothing.
 """
 
 import heapq
@@ -45,10 +49,11 @@ class Slots(NamedTuple):
 
 
 class Action(NamedTuple):
-    """Act of the queue: a phase of a session begins, it is stopped, or a group of which none is left is closed.
+    """Act of the queue: a phase of a session begins, it is stopped, or a group of which none is
+    left is closed.
 
-    `session_id` is empty for a group, and `node` for a group and a stop. A session that is stopped has ended when its
-    event `ended` comes.
+    `session_id` is empty for a group, and `node` for a group and a stop. A session that is stopped
+    has ended when its event `ended` comes.
     """
 
     kind: Literal["prepare", "run", "judge", "stop", "close"]
@@ -79,7 +84,8 @@ class _Attempt:
     spared: bool = False
     """True when it has lost a node before it began to run, which cost no retry."""
     node: str | None = None
-    """The node that the attempt is on, from preparing to its end. None too after its node was lost."""
+    """The node that the attempt is on, from preparing to its end. None too after its node was lost.
+    """
 
 
 @dataclass(slots=True)
@@ -91,8 +97,8 @@ class _Node:
     evaluating: int = 0
     """Sessions that evaluate, from preparing to running."""
     heaps: dict[tuple[Phase, bool], list[tuple[_Order, str]]] = field(default_factory=dict)
-    """Phase and whether the sessions evaluate -> heap of those that wait for the phase after it. An entry may be out
-    of date."""
+    """Phase and whether the sessions evaluate -> heap of those that wait for the phase after it. An
+    entry may be out of date."""
 
     def free(self) -> int:
         """Return the number of slots for running that no session has, or is prepared for."""
@@ -114,13 +120,15 @@ class _Node:
 
 @dataclass(slots=True)
 class SessionQueue:
-    """Sessions of groups in their phases, on nodes. Times are in seconds of any clock that does not go back.
+    """Sessions of groups in their phases, on nodes. Times are in seconds of any clock that does not
+    go back.
 
-    An event and the actions after it take a time that is logarithmic in the number of sessions and linear in that of
-    the nodes.
+    An event and the actions after it take a time that is logarithmic in the number of sessions and
+    linear in that of the nodes.
 
     Attributes:
-        retries: Retries of a session, each after a pause. The first one takes `pause` seconds, the next twice as long.
+        retries: Retries of a session, each after a pause. The first one takes `pause` seconds, the
+            next twice as long.
         counts: Phase -> number of sessions, on all nodes and on none.
     """
 
@@ -130,12 +138,14 @@ class SessionQueue:
     _nodes: dict[str, _Node] = field(default_factory=dict)
     _groups: dict[str, _Group] = field(default_factory=dict)
     _attempts: dict[str, _Attempt] = field(default_factory=dict)
-    _unheld: dict[bool, list[tuple[_Order, str]]] = field(default_factory=lambda: {True: [], False: []})
+    _unheld: dict[bool, list[tuple[_Order, str]]] = field(
+        default_factory=lambda: {True: [], False: []}
+    )
     """Whether groups evaluate -> heap of those that no node has. An entry may be out of date."""
     _submitted: int = 0
     _timers: list[tuple[float, str, str]] = field(default_factory=list)
-    """Heap of deadlines of groups, with an empty session, and of ends of pauses: time, group, session. A timer whose
-    group or session has ended means nothing."""
+    """Heap of deadlines of groups, with an empty session, and of ends of pauses: time, group,
+    session. A timer whose group or session has ended means nothing."""
     _actions: list[Action] = field(default_factory=list)
 
     def add_node(self, name: str, slots: Slots) -> None:
@@ -143,7 +153,8 @@ class SessionQueue:
         self._nodes[name] = _Node(slots)
 
     def remove_node(self, name: str) -> None:
-        """Forget a node. Its sessions still need their event `ended`; what waited for it waits for any node."""
+        """Forget a node. Its sessions still need their event `ended`; what waited for it waits for
+        any node."""
         node = self._nodes.pop(name, None)
         if node is None:
             return
@@ -180,7 +191,9 @@ class SessionQueue:
             raise ValueError(f"the group {group_id}, or a session of it, is there already")
         number = self._submitted
         self._submitted += 1
-        self._groups[group_id] = _Group((-priority, number, -1), deadline, evaluates, {*session_ids})
+        self._groups[group_id] = _Group(
+            (-priority, number, -1), deadline, evaluates, {*session_ids}
+        )
         if deadline < math.inf:
             heapq.heappush(self._timers, (deadline, group_id, ""))
         for index, session_id in enumerate(session_ids):
@@ -200,7 +213,8 @@ class SessionQueue:
         self._pass_on(session_id, "running", "ran")
 
     def ended(self, session_id: str, now: float, *, again: bool = False) -> str | None:
-        """Note the end of a session, in whatever phase. With `again` it is retried, unless its retries are used up.
+        """Note the end of a session, in whatever phase. With `again` it is retried, unless its
+        retries are used up.
 
         Returns the id of the next attempt, or None.
         """
@@ -217,7 +231,9 @@ class SessionQueue:
             return None
         further = str(name.next)
         due = now + self.pause * 2.0**tried
-        self._attempts[further] = _Attempt(attempt.group_id, attempt.order, attempt.first, "pausing", due)
+        self._attempts[further] = _Attempt(
+            attempt.group_id, attempt.order, attempt.first, "pausing", due
+        )
         heapq.heappush(self._timers, (due, attempt.group_id, further))
         self.counts["pausing"] += 1
         group.left.add(further)
@@ -239,7 +255,8 @@ class SessionQueue:
         return True
 
     def cancel(self, name: str) -> None:
-        """Stop a session, by the id of any attempt of it that has not ended, or all sessions of a group."""
+        """Stop a session, by the id of any attempt of it that has not ended, or all sessions of a
+        group."""
         group = self._groups.get(name)
         session_ids = [name]
         if group is not None:
@@ -267,7 +284,8 @@ class SessionQueue:
         return self._nodes[name].counts
 
     def advance(self, now: float) -> list[Action]:
-        """Return what is to be done now, in this order. Call it after events, and at the time `due`."""
+        """Return what is to be done now, in this order. Call it after events, and at the time
+        `due`."""
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)
             if not self._means(timer):
@@ -278,9 +296,13 @@ class SessionQueue:
             else:
                 self.cancel(group_id)
         for name, node in self._nodes.items():
-            while node.counts["judging"] < node.slots.judging and (each := self._take(node, "ran", (False, True))):
+            while node.counts["judging"] < node.slots.judging and (
+                each := self._take(node, "ran", (False, True))
+            ):
                 self._begin(each, "judging", "judge", name)
-            while node.counts["running"] < node.may_run() and (each := self._take(node, "ready", (True, False))):
+            while node.counts["running"] < node.may_run() and (
+                each := self._take(node, "ready", (True, False))
+            ):
                 self._begin(each, "running", "run", name)
         self._prepare()
         actions = self._actions
@@ -306,7 +328,9 @@ class SessionQueue:
 
     def _prepare(self) -> None:
         """Begin sessions on the nodes, each time on the one with the most free slots."""
-        nodes = [(-node.free(), place, name) for place, (name, node) in enumerate(self._nodes.items())]
+        nodes = [
+            (-node.free(), place, name) for place, (name, node) in enumerate(self._nodes.items())
+        ]
         heapq.heapify(nodes)
         while nodes:
             _, place, name = heapq.heappop(nodes)
@@ -320,14 +344,17 @@ class SessionQueue:
             heapq.heappush(nodes, (-node.free(), place, name))
 
     def _take_waiting(self, name: str, node: _Node) -> str | None:
-        """Take the session that a node begins next: of its groups, or of one that it takes with it."""
+        """Take the session that a node begins next: of its groups, or of one that it takes with
+        it."""
         turns = (True, False)
         if node.evaluating >= node.slots.evaluation:
             turns = (False, True)
         for evaluates in turns:
             own = self._first(node, "waiting", evaluates)
             group_id = self._first_unheld(node, evaluates)
-            if group_id is not None and (own is None or self._groups[group_id].order < self._attempts[own].order):
+            if group_id is not None and (
+                own is None or self._groups[group_id].order < self._attempts[own].order
+            ):
                 heapq.heappop(self._unheld[evaluates])
                 self._hold(name, group_id)
                 own = self._first(node, "waiting", evaluates)
@@ -343,7 +370,12 @@ class SessionQueue:
         heap = self._unheld[evaluates]
         while heap:
             group = self._groups.get(heap[0][1])
-            if group is not None and group.order == heap[0][0] and group.node is None and self._has_waiting(group):
+            if (
+                group is not None
+                and group.order == heap[0][0]
+                and group.node is None
+                and self._has_waiting(group)
+            ):
                 return heap[0][1]
             heapq.heappop(heap)
         return None
@@ -365,7 +397,8 @@ class SessionQueue:
         heapq.heappush(self._unheld[group.evaluates], (group.order, group_id))
 
     def _take(self, node: _Node, phase: Phase, turns: tuple[bool, bool]) -> str | None:
-        """Take the first session that has passed a phase, of those whose turn is first: those that evaluate, or not."""
+        """Take the first session that has passed a phase, of those whose turn is first: those that
+        evaluate, or not."""
         for evaluates in turns:
             session_id = self._first(node, phase, evaluates)
             if session_id is not None:
@@ -402,7 +435,9 @@ class SessionQueue:
         self._count(attempt, 1)
         self._push(session_id)
 
-    def _begin(self, session_id: str, phase: Phase, action: Literal["prepare", "run", "judge"], node: str) -> None:
+    def _begin(
+        self, session_id: str, phase: Phase, action: Literal["prepare", "run", "judge"], node: str
+    ) -> None:
         attempt = self._attempts[session_id]
         self._count(attempt, -1)
         attempt.phase = phase
@@ -417,7 +452,10 @@ class SessionQueue:
             return
         node = self._nodes[attempt.node]
         node.counts[attempt.phase] += change
-        if attempt.phase in ("preparing", "ready", "running") and self._groups[attempt.group_id].evaluates:
+        if (
+            attempt.phase in ("preparing", "ready", "running")
+            and self._groups[attempt.group_id].evaluates
+        ):
             node.evaluating += change
 
     def _push(self, session_id: str) -> None:

@@ -37,21 +37,23 @@ once, the later one replaces that of the other, whose sessions then trust no rep
 
 
 class Recorder:
-    """A recorder of one run, as child processes: mitmdump on a free loopback port, with a secret. A context manager.
+    """A recorder of one run, as child processes: mitmdump on a free loopback port, with a secret. A
+    context manager.
 
-    `out` is the run folder. It is created if it does not exist; otherwise new sessions are added to it. `engine` is the
-    URL of the vLLM server, or several separated by commas. `model` is the served model's folder or name, for its
-    tokenizer. `options` are further mitmproxy options, see `mitmdump --options`; a repeatable one has a list of values.
-    `processes` is the number of mitmdump processes. Each uses one core; a session's id names its process. The log is
+    `out` is the run folder. It is created if it does not exist; otherwise new sessions are added to
+    it. `engine` is the URL of the vLLM server, or several separated by commas. `model` is the
+    served model's folder or name, for its tokenizer. `options` are further mitmproxy options, see
+    `mitmdump --options`; a repeatable one has a list of values. `processes` is the number of
+    mitmdump processes. Each uses one core; a session's id names its process. The log is
     `recorder.log` in the run folder, or with several processes `recorder-1.log` and so on.
 
-    From entering on, the calling process is hidden from other processes of its user, because it holds the secret: they
-    cannot read its memory or environment, or trace it.
+    From entering on, the calling process is hidden from other processes of its user, because it
+    holds the secret: they cannot read its memory or environment, or trace it.
 
-    Raises `InputError` for `processes` below 1, a `model` that is a path and not there, an unknown option, and a value
-    of another type; `MissingPackageError` without mitmproxy. Entering raises `RecorderError` when the recorder does not
-    start, for instance for a wrong `model` or option; `OSError` for the folder. Leaving raises `RecorderError` when a
-    process has died inside.
+    Raises `InputError` for `processes` below 1, a `model` that is a path and not there, an unknown
+    option, and a value of another type; `MissingPackageError` without mitmproxy. Entering raises
+    `RecorderError` when the recorder does not start, for instance for a wrong `model` or option;
+    `OSError` for the folder. Leaving raises `RecorderError` when a process has died inside.
     """
 
     def __init__(
@@ -74,10 +76,17 @@ class Recorder:
         self.rows: SessionRows
         """The rows of the run's sessions. Only inside of the `with` block."""
         self.engine, self.model = engine, str(model)
-        known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": self.model, **(options or {})}
+        known = {
+            "rolltap_out": str(out),
+            "rolltap_engine": engine,
+            "rolltap_model": self.model,
+            **(options or {}),
+        }
         require_options(known)
         mitmdump.program()
-        self._options = {name: [value] if isinstance(value, str) else [*value] for name, value in known.items()}
+        self._options = {
+            name: [value] if isinstance(value, str) else [*value] for name, value in known.items()
+        }
         self._number = processes
         self._processes: list[Mitmdump] = []
         self._proxies: list[Proxy] = []
@@ -88,7 +97,8 @@ class Recorder:
         """True when a thread has stopped the start."""
 
     def private_files(self) -> list[Path]:
-        """Return the engine's key file and mitmproxy's folder, which has the key of its certificates."""
+        """Return the engine's key file and mitmproxy's folder, which has the key of its
+        certificates."""
         named = [*self._options.get("rolltap_engine_key_file", []), os.environ.get(KEY_FILE, "")]
         return [self._confdir(), *(Path(name).expanduser() for name in named if name)]
 
@@ -110,7 +120,8 @@ class Recorder:
 
     def __enter__(self) -> Self:
         hide_process()
-        # one for each process: a session's password works only where its calls are recorded and ended
+        # one for each process: a session's password works only where its calls are recorded and
+        # ended
         keys = [secrets.token_urlsafe(32) for _ in range(self._number)]
         confdir = self._confdir()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -141,7 +152,10 @@ class Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._proxies = []
         died = [process for process in self._processes if process.ended]
@@ -150,19 +164,24 @@ class Recorder:
             died[0].check()
 
     def abort_start(self) -> None:
-        """Stop the recorder while another thread enters it. Entering raises `RecorderError` then."""
+        """Stop the recorder while another thread enters it. Entering raises `RecorderError`
+        then."""
         self.aborted = True
         for process in self._processes:
             process.terminate()
 
     def environment(self, session_id: str) -> dict[str, str]:
-        """Return the variables with which a program is recorded as `session_id`. Raises `RecorderError` as `proxy`."""
+        """Return the variables with which a program is recorded as `session_id`. Raises
+        `RecorderError` as `proxy`."""
         return self.proxy(session_id).environment(session_id)
 
     def proxy(self, session_id: str) -> Proxy:
-        """Return the process of a session, by its id alone. Raises `RecorderError` outside of the `with` block."""
+        """Return the process of a session, by its id alone. Raises `RecorderError` outside of the
+        `with` block."""
         if not self._proxies:
-            raise RecorderError("the recorder is not running: use it inside `with Recorder(...) as recorder:`")
+            raise RecorderError(
+                "the recorder is not running: use it inside `with Recorder(...) as recorder:`"
+            )
         return self._proxies[self._place(session_id)]
 
     def accept(self, session_id: str, listener: socket.socket) -> AbstractContextManager[None]:
@@ -177,13 +196,19 @@ class Recorder:
         return int.from_bytes(digest) % self._number
 
     def begin(
-        self, session: Session, key: Mapping[str, str] | None = None, given: SessionOptions | None = None
+        self,
+        session: Session,
+        key: Mapping[str, str] | None = None,
+        given: SessionOptions | None = None,
     ) -> None:
-        """Record that a rollout starts a session. A session that is begun and not ended was interrupted.
+        """Record that a rollout starts a session. A session that is begun and not ended was
+        interrupted.
 
-        `key` has the digests of the parts of its group's key, `given` its options in place of the recorder's.
+        `key` has the digests of the parts of its group's key, `given` its options in place of the
+        recorder's.
 
-        Raises `RecorderError` outside of the `with` block, and `OSError` when the run folder cannot be written.
+        Raises `RecorderError` outside of the `with` block, and `OSError` when the run folder cannot
+        be written.
         """
         self.proxy(session.session_id)
         if given is not None:
@@ -191,7 +216,8 @@ class Recorder:
         self._writer.add_event(started_event(session, key))
 
     def open_judge(self, session_id: str, allow: Sequence[str]) -> Proxy:
-        """See `JudgeNetwork`: the session takes no model calls and has no row, and its refusals are events."""
+        """See `JudgeNetwork`: the session takes no model calls and has no row, and its refusals are
+        events."""
         proxy = self.proxy(session_id)
         SessionOptions(allow=tuple(allow), model_calls=False).write(self.path, session_id)
         return proxy
@@ -202,13 +228,15 @@ class Recorder:
         SessionOptions.remove(self.path, session_id)
 
     def end_calls(self, session_id: str) -> str | None:
-        """End the calls of a session, before its result is judged. Return why the session has no reward, or None.
+        """End the calls of a session, before its result is judged. Return why the session has no
+        reward, or None.
 
-        Running calls are recorded, later ones are refused. The text names what failed in the engine, the recorder or
-        the machine and kept the program from going on; for None the result is the program's own. `end` comes after it.
+        Running calls are recorded, later ones are refused. The text names what failed in the
+        engine, the recorder or the machine and kept the program from going on; for None the result
+        is the program's own. `end` comes after it.
 
-        Raises `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `RunError`
-        and `OSError` when the run folder cannot be read.
+        Raises `RecorderError` outside of the `with` block and when the recorder has died or cannot
+        do that; `RunError` and `OSError` when the run folder cannot be read.
         """
         self.stop_calls(session_id)
         return self.facts(session_id).fault
@@ -223,28 +251,36 @@ class Recorder:
             raise
 
     def facts(self, session_id: str) -> Facts:
-        """Return the facts of a session after `end_calls` or `stop_calls`. Raises as `end_calls`."""
+        """Return the facts of a session after `end_calls` or `stop_calls`. Raises as
+        `end_calls`."""
         self.proxy(session_id)
         return session_facts(self.rows, session_id)
 
     def end(self, session: Session) -> None:
-        """End a session and record how it ended. Its running calls are recorded, and its commits are synced to the disk
-        unless `rolltap_fsync` is `never`. `finished_at` is set if it is None.
+        """End a session and record how it ended. Its running calls are recorded, and its commits
+        are synced to the disk unless `rolltap_fsync` is `never`. `finished_at` is set if it is
+        None.
 
-        `policy_version` becomes the version that sampled the first token of its calls. Without a token it stays, or if
-        it is None it becomes the published version, `default` for the engine's own weights.
+        `policy_version` becomes the version that sampled the first token of its calls. Without a
+        token it stays, or if it is None it becomes the published version, `default` for the
+        engine's own weights.
 
-        Raises `InputError` for an empty id, a status that a session cannot end with, and a reward that is not finite or
-        comes with a status of `UNREWARDED`; else as `end_calls`.
+        Raises `InputError` for an empty id, a status that a session cannot end with, and a reward
+        that is not finite or comes with a status of `UNREWARDED`; else as `end_calls`.
         """
         self.proxy(session.session_id)
         if not session.session_id:
             raise InputError("the session has an empty session_id")
         statuses = [status for status in get_args(SessionStatus) if status != "unknown"]
         if session.status not in statuses:
-            raise InputError(f"session {session.session_id}: status={session.status!r}: choose {', '.join(statuses)}")
+            raise InputError(
+                f"session {session.session_id}: status={session.status!r}: choose"
+                f" {', '.join(statuses)}"
+            )
         if session.reward is not None and not math.isfinite(session.reward):
-            raise InputError(f"session {session.session_id}: the reward {session.reward} is not finite")
+            raise InputError(
+                f"session {session.session_id}: the reward {session.reward} is not finite"
+            )
         if session.status in UNREWARDED and session.reward is not None:
             both = f"the status {session.status} and the reward {session.reward}"
             raise InputError(f"session {session.session_id}: it has {both}")

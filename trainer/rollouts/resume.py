@@ -1,7 +1,8 @@
 """Resuming a rollout that was stopped or killed. The run folder is all that is known of it.
 
-A session with a row is used again, unless its outcome says nothing of the policy: then it is rerun under the id of the
-next attempt (`outcomes` says which). One that was begun and has no row was interrupted: it gets a row `cancelled`.
+A session with a row is used again, unless its outcome says nothing of the policy: then it is rerun
+under the id of the next attempt (`outcomes` says which). One that was begun and has no row was
+interrupted: it gets a row `cancelled`.
 
 | id | form |
 | --- | --- |
@@ -29,7 +30,8 @@ from rolltap.trainer.traces.reader import load_sessions
 NOT_RUN: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
 """Outcomes of sessions that did not run to their end."""
 RERUN: frozenset[SessionStatus] = NOT_RUN | {"unjudged"}
-"""Outcomes that say nothing of the policy. An unjudged session is rerun too: its judge may be fixed by then."""
+"""Outcomes that say nothing of the policy. An unjudged session is rerun too: its judge may be fixed
+by then."""
 _ROUND = re.compile(r"(.+)\.(0|[1-9][0-9]*)")
 """A group's id: task and key, and the round."""
 
@@ -52,31 +54,46 @@ class Group:
 
 
 _OF_TASK = ("task_id", "group_id", "task_digest", "policy_version")
-_OF_PROGRAM = ("harness", "harness_version", "program_digest", "preset_digest", "runtime", "image_digest")
+_OF_PROGRAM = (
+    "harness",
+    "harness_version",
+    "program_digest",
+    "preset_digest",
+    "runtime",
+    "image_digest",
+)
 _STARTED_FIELDS = _OF_TASK + _OF_PROGRAM
-"""Fields of a session's row that are known before it runs, and are in the event `session_started`."""
+"""Fields of a session's row that are known before it runs, and are in the event `session_started`.
+"""
 
 
 def started_event(session: Session, key: Mapping[str, str] | None = None) -> Event:
-    """Return the event of a session's start. `key` has the digests of the parts of its group's key."""
-    detail: dict[str, object] = {name: value for name in _STARTED_FIELDS if (value := getattr(session, name))}
+    """Return the event of a session's start. `key` has the digests of the parts of its group's
+    key."""
+    detail: dict[str, object] = {
+        name: value for name in _STARTED_FIELDS if (value := getattr(session, name))
+    }
     if key:
         detail["key"] = dict(key)
     text = json_text(detail)
-    return Event(kind="session_started", session_id=session.session_id, at=session.started_at, detail=text)
+    return Event(
+        kind="session_started", session_id=session.session_id, at=session.started_at, detail=text
+    )
 
 
 def group_keys(run: Path) -> dict[str, Mapping[str, str]]:
-    """Return task id -> the digests of the key of its newest session. Raises `RunError` of the folder."""
+    """Return task id -> the digests of the key of its newest session. Raises `RunError` of the
+    folder."""
     details = [json.loads(row["detail"]) for row in _started(run)]
     return {detail["task_id"]: detail["key"] for detail in details if "key" in detail}
 
 
 def interrupted_sessions(run: Path) -> list[Session]:
-    """Return a row `cancelled` for each session of a run that was begun and has none, in the order of their starts.
+    """Return a row `cancelled` for each session of a run that was begun and has none, in the order
+    of their starts.
 
-    Call it while nothing else runs sessions in the folder: those that run would be taken for interrupted ones. Raises
-    `RunError` when the folder cannot be read.
+    Call it while nothing else runs sessions in the folder: those that run would be taken for
+    interrupted ones. Raises `RunError` when the folder cannot be read.
     """
     ended = load_sessions(run).keys()
     return [interrupted_session(row) for row in _started(run) if row["session_id"] not in ended]
@@ -90,18 +107,24 @@ def _started(run: Path) -> list[dict[str, Any]]:
 
 def interrupted_session(row: Mapping[str, Any]) -> Session:
     """Return a row `cancelled` of the session that began with a row `session_started`."""
-    known = {name: value for name, value in json.loads(row["detail"]).items() if name in _STARTED_FIELDS}
+    known = {
+        name: value for name, value in json.loads(row["detail"]).items() if name in _STARTED_FIELDS
+    }
     error = "it was running when the rollout was killed"
-    return Session(session_id=row["session_id"], status="cancelled", error=error, started_at=row["at"], **known)
+    return Session(
+        session_id=row["session_id"], status="cancelled", error=error, started_at=row["at"], **known
+    )
 
 
 def key_parts(values: Mapping[str, object]) -> dict[str, str]:
-    """Return the digest of each part of a group's key: 8 hexadecimal characters. The values are of JSON."""
+    """Return the digest of each part of a group's key: 8 hexadecimal characters. The values are of
+    JSON."""
     return {name: _digest(value) for name, value in values.items()}
 
 
 def group_key(parts: Mapping[str, str]) -> str:
-    """Return the fingerprint of everything that may change the distribution of a group's sessions, by its parts."""
+    """Return the fingerprint of everything that may change the distribution of a group's sessions,
+    by its parts."""
     return _digest(dict(parts))
 
 
@@ -110,7 +133,8 @@ def _digest(value: object) -> str:
 
 
 class Recorded:
-    """The sessions that a run has: which of a group are used again, and under which ids the others are run."""
+    """The sessions that a run has: which of a group are used again, and under which ids the others
+    are run."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
         self._places: defaultdict[str, list[Session]] = defaultdict(list)
@@ -125,10 +149,12 @@ class Recorded:
                 self._rounds[found[1]].add(int(found[2]))
 
     def group(self, task: Task, key: Mapping[str, str], sessions: int, *, further: bool) -> Group:
-        """Return the group to resume: the newest of the task and the key, or with `further` one after it.
+        """Return the group to resume: the newest of the task and the key, or with `further` one
+        after it.
 
-        A newest one with sessions that did not run to their end is resumed in any case: so the same call with
-        `further`, which was stopped, resumes. `key` is of `key_parts`. The session ids are those of first attempts.
+        A newest one with sessions that did not run to their end is resumed in any case: so the same
+        call with `further`, which was stopped, resumes. `key` is of `key_parts`. The session ids
+        are those of first attempts.
         """
         base = f"{task.id}-{group_key(key)}"
         newest = max(self._rounds[base], default=-1)
@@ -142,14 +168,16 @@ class Recorded:
         return any(self._places.get(place) for place in group.session_ids)
 
     def attempts(self, group: Group) -> list[Session]:
-        """Return all recorded sessions at the places of a group, in the order of the places and attempts."""
+        """Return all recorded sessions at the places of a group, in the order of the places and
+        attempts."""
         attempts: list[Session] = []
         for place in group.session_ids:
             attempts += sorted(self._places[place], key=_attempt)
         return attempts
 
     def missing(self, group: Group) -> Group:
-        """Return the group with the ids of the sessions that are still to be run: new places, and further attempts."""
+        """Return the group with the ids of the sessions that are still to be run: new places, and
+        further attempts."""
         return replace(group, session_ids=self._waiting(group, RERUN))
 
     def _waiting(self, group: Group, again: Collection[SessionStatus]) -> list[str]:
@@ -169,18 +197,27 @@ def _attempt(session: Session) -> int:
 
 
 def resume_lines(
-    run: Path, recorded: Recorded, groups: Sequence[Group], missing: Sequence[Group], *, further: bool
+    run: Path,
+    recorded: Recorded,
+    groups: Sequence[Group],
+    missing: Sequence[Group],
+    *,
+    further: bool,
 ) -> list[str]:
     """Return the lines in which a rollout of these groups says before it begins what it resumes.
 
-    `missing` are the groups with the ids that are still to be run. Raises `RunError` when the run cannot be read.
+    `missing` are the groups with the ids that are still to be run. Raises `RunError` when the run
+    cannot be read.
     """
     lines = []
-    if used := sum(len(group.session_ids) for group in groups) - sum(len(group.session_ids) for group in missing):
+    if used := sum(len(group.session_ids) for group in groups) - sum(
+        len(group.session_ids) for group in missing
+    ):
         lines.append(f"resumes {run}: {used} sessions have ended and are used again")
     if further and (open_groups := sum(map(recorded.has, groups))):
         lines.append(
-            f"completes {open_groups} groups of which sessions are missing, and begins no further ones: rerun for these"
+            f"completes {open_groups} groups of which sessions are missing, and begins no further"
+            " ones: rerun for these"
         )
     keys = group_keys(run)
     differ = [
@@ -190,12 +227,17 @@ def resume_lines(
     ]
     if differ := [parts for parts in differ if parts]:
         changed = ", ".join(sorted({name for parts in differ for name in parts}))
-        lines.append(f"begins new groups of {len(differ)} {'task' if len(differ) == 1 else 'tasks'}: {changed} changed")
+        lines.append(
+            f"begins new groups of {len(differ)} {'task' if len(differ) == 1 else 'tasks'}:"
+            f" {changed} changed"
+        )
     return lines
 
 
 def _round(task: Task, base: str, number: int, sessions: int, key: Mapping[str, str]) -> Group:
-    return Group(task, f"{base}.{number}", [f"{base}.{number}-{index}" for index in range(sessions)], key)
+    return Group(
+        task, f"{base}.{number}", [f"{base}.{number}-{index}" for index in range(sessions)], key
+    )
 
 
 def changed_parts(known: Mapping[str, str], key: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Runs groups of sessions on nodes beside each other, as the queue says. Sessions are retried and cancelled."""
+"""Runs groups of sessions on nodes beside each other, as the queue says. Sessions are retried and
+cancelled."""
 
 import asyncio
 import logging
@@ -63,19 +64,21 @@ class _Running:
 class GroupRunner:
     """Sessions of groups that run beside each other on nodes. An async context manager.
 
-    A session with the status `infrastructure` is retried, under the id of the next attempt, unless its task cannot be
-    run at all. So is a session that ran on a node that is lost, or lost it by its own error. One
-    that had not begun to run waits for another node, with its retries. Nodes may be added and
-    removed at any time; without one, sessions wait, and deadlines and cancellations act.
+    A session with the status `infrastructure` is retried, under the id of the next attempt, unless
+    its task cannot be run at all. So is a session that ran on a node that is lost, or lost it by
+    its own error. One that had not begun to run waits for another node, with its retries. Nodes may
+    be added and removed at any time; without one, sessions wait, and deadlines and cancellations
+    act.
 
-    A node is lost when it raises an error, and after `give_up_after` consecutive infrastructure failures on it. `lost`
-    is told of it. Without `lost` the block is cancelled when the last node is lost, and leaving it raises the node's
-    error: `RecorderError` above all, and `OSError` when the run folder cannot be written. Leaving also raises
-    `UnreadableModelError` after a call with tools of a model whose tool calls cannot be read. Sessions that still run
-    are stopped then, and have rows.
+    A node is lost when it raises an error, and after `give_up_after` consecutive infrastructure
+    failures on it. `lost` is told of it. Without `lost` the block is cancelled when the last node
+    is lost, and leaving it raises the node's error: `RecorderError` above all, and `OSError` when
+    the run folder cannot be written. Leaving also raises `UnreadableModelError` after a call with
+    tools of a model whose tool calls cannot be read. Sessions that still run are stopped then, and
+    have rows.
 
-    `ended` is called when a session has ended, each attempt of it, before the group's result is known. `silent` returns
-    the engines that do not answer.
+    `ended` is called when a session has ended, each attempt of it, before the group's result is
+    known. `silent` returns the engines that do not answer.
     """
 
     def __init__(
@@ -133,7 +136,8 @@ class GroupRunner:
         try:
             await self._tasks.__aexit__(kind, value, traceback)
         except ExceptionGroup as failures:
-            # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
+            # the first failure cancelled the other sessions; errors that came with it are in
+            # `__cause__`
             raise failures.exceptions[0] from failures
         finally:
             for group in self._groups.values():
@@ -179,12 +183,14 @@ class GroupRunner:
         apart: bool = False,
         tried: Mapping[str, int] = MappingProxyType({}),
     ) -> asyncio.Future[list[Session]]:
-        """Take a group. The result is the list of its sessions, all attempts, in the order in which they ended.
+        """Take a group. The result is the list of its sessions, all attempts, in the order in which
+        they ended.
 
-        The result is cancelled when the block fails, or has failed. Groups of a higher priority go first. Sessions that
-        have not ended after so many `seconds` are stopped. A group that is `apart` is somebody's of whom the others
-        know nothing: its infrastructure failures stop it alone, unless an engine does not answer.
-        `tried` has the retries that sessions have used before.
+        The result is cancelled when the block fails, or has failed. Groups of a higher priority go
+        first. Sessions that have not ended after so many `seconds` are stopped. A group that is
+        `apart` is somebody's of whom the others know nothing: its infrastructure failures stop it
+        alone, unless an engine does not answer. `tried` has the retries that sessions have used
+        before.
 
         `policy_version` is the version of sessions without a sampled token: see `SessionAttempt`.
         """
@@ -255,7 +261,8 @@ class GroupRunner:
         return self._queue.counts["running"]
 
     def _go_on_soon(self) -> None:
-        """Go on after the events of this moment: groups that come together share the slots from the start."""
+        """Go on after the events of this moment: groups that come together share the slots from the
+        start."""
         with suppress(RuntimeError):  # the constructor may be called outside of a loop
             asyncio.get_running_loop().call_soon(self._go_on)
 
@@ -318,7 +325,8 @@ class GroupRunner:
         node: Node,
         _task: asyncio.Task[None],
     ) -> None:
-        """End a session whose task was cancelled before its first step, so that none of its code ran."""
+        """End a session whose task was cancelled before its first step, so that none of its code
+        ran."""
         if submitted.running.get(attempt.session_id) is not attempt:
             return
         del submitted.running[attempt.session_id]
@@ -384,7 +392,8 @@ class GroupRunner:
         facts: Facts | None,
         failure: Exception | None = None,
     ) -> None:
-        """Count a session that has ended, and let the queue retry it if it says nothing of the policy.
+        """Count a session that has ended, and let the queue retry it if it says nothing of the
+        policy.
 
         `failure` is the error for which its node is lost, if it was raised for this session.
         """
@@ -410,7 +419,9 @@ class GroupRunner:
             self._named.add(row.task_id)
             logger.warning("no session of task %s can be run: %s", row.task_id, row.error)
 
-    async def _consider_giving_up(self, submitted: _SubmittedGroup, attempt: SessionAttempt, node: Node) -> None:
+    async def _consider_giving_up(
+        self, submitted: _SubmittedGroup, attempt: SessionAttempt, node: Node
+    ) -> None:
         """Give up the node after too many failures, or the group alone whose failures they are."""
         error = "" if attempt.row is None else attempt.row.error
         last = f"consecutive infrastructure failures; the last, {attempt.session_id}: {error}"

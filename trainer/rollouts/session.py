@@ -1,21 +1,16 @@
 """The way of one session, from a copy of the task's start to its row.
 
-    try             the task's judge on its start, once: if its program is not there, no session runs
-    start           a copy of the task's start: the workspace
-    box             of the runtime; the recorder is all that it reaches
-    (ready)         waits for a slot
-    begin           event `session_started`
-    harness         until it ends, or is stopped
-    settle          every process that it left is killed
-    end calls       running calls are recorded, later ones are refused
-    facts           faults, budgets and counts, from the rows
-    (ran)           waits for a slot, unless there was a fault, or no completed call
-    judge
-    outcome         status, reward, error
-    end             the row
+    try             the task's judge on its start, once: if its program is not there, no session
+    runs start           a copy of the task's start: the workspace box             of the runtime;
+    the recorder is all that it reaches (ready)         waits for a slot begin           event
+    `session_started` harness         until it ends, or is stopped settle          every process
+    that it left is killed end calls       running calls are recorded, later ones are refused facts
+    faults, budgets and counts, from the rows (ran)           waits for a slot, unless there was a
+    fault, or no completed call judge outcome         status, reward, error end             the row
 
-A session that has begun has a row in any case: `infrastructure` when a step before the judge fails, `cancelled` when it
-is stopped. One that cannot be prepared has one too; one that is stopped before it began is as if it had not been.
+A session that has begun has a row in any case: `infrastructure` when a step before the judge fails,
+`cancelled` when it is stopped. One that cannot be prepared has one too; one that is stopped before
+it began is as if it had not been.
 """
 
 import asyncio
@@ -68,8 +63,8 @@ _SPAN_ATTRIBUTES = (
 _NOT_RUN = (126, 127)
 """Exit statuses of a shell that cannot run a command."""
 _SHOWN = (
-    "A box shows the program's installation and the files that its preset names by ./ alone: show other folders with "
-    "--tools DIR (tools in a recipe)"
+    "A box shows the program's installation and the files that its preset names by ./ alone: show"
+    " other folders with --tools DIR (tools in a recipe)"
 )
 
 
@@ -99,10 +94,18 @@ class SessionContext:
     reading: Once[str, str] = field(default_factory=Once)
 
     @classmethod
-    def of(cls, config: RolloutConfig, harness: Harness, runtime: Runtime, recorder: Recorder, work: Path) -> Self:
+    def of(
+        cls,
+        config: RolloutConfig,
+        harness: Harness,
+        runtime: Runtime,
+        recorder: Recorder,
+        work: Path,
+    ) -> Self:
         """Return a context whose starts and provenances are made in the folder `work`.
 
-        Raises `EngineError` when the harness needs the engine's context window and the engine does not tell it.
+        Raises `EngineError` when the harness needs the engine's context window and the engine does
+        not tell it.
         """
         return cls(
             config,
@@ -116,7 +119,8 @@ class SessionContext:
         )
 
     async def digest(self, task: Task) -> str:
-        """Return the digest of a task, which is read once. Raises `InputError` for a path that cannot be read."""
+        """Return the digest of a task, which is read once. Raises `InputError` for a path that
+        cannot be read."""
         if task.id not in self.digests:
             read = partial(asyncio.to_thread, task.digest)
             self.digests[task.id] = await self.reading.get(task.id, read)
@@ -124,7 +128,8 @@ class SessionContext:
 
 
 async def require_judge(context: SessionContext, job: JudgeJob) -> None:
-    """Try the judge of a task on its start, once. Raises `InputError` if a program or module of it is not there.
+    """Try the judge of a task on its start, once. Raises `InputError` if a program or module of it
+    is not there.
 
     Raises as `judge`, too.
     """
@@ -159,8 +164,8 @@ async def run_session(context: SessionContext, attempt: SessionAttempt, enter: E
 
     Awaits `enter` before it begins to run, and before it is judged.
 
-    Raises `RecorderError` when the recorder has died, and `RunError` and `OSError` when the run folder cannot be read
-    or written. The session has its row then, if it can be written.
+    Raises `RecorderError` when the recorder has died, and `RunError` and `OSError` when the run
+    folder cannot be read or written. The session has its row then, if it can be written.
     """
     session = new_session(context, attempt)
     clock = PhaseClock("preparing", queued=attempt.queued_seconds, retried=attempt.retried_seconds)
@@ -181,7 +186,10 @@ async def run_session(context: SessionContext, attempt: SessionAttempt, enter: E
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"
         facts = Facts(permanent=isinstance(error, InputError))
     except (RecorderError, RunError) as error:
-        session.status, session.error = "infrastructure", str(error)  # `Recorder.end` raises it, after the row
+        session.status, session.error = (
+            "infrastructure",
+            str(error),
+        )  # `Recorder.end` raises it, after the row
     except Exception as error:  # its task may be the cause, and others' sessions go on
         logger.warning("session %s failed", session.session_id, exc_info=True)
         session.status, session.error = "infrastructure", f"the session could not be run: {error!r}"
@@ -219,11 +227,14 @@ def count_suspicions(rows: SessionRows, session: Session, task: Task | None) -> 
         events = rows.of("events", session.session_id, EVENT_COLUMNS)
         session.suspicions = suspicions(calls, events, task, session.evidence)
     except Exception:
-        logger.warning("the suspicions of session %s could not be counted", session.session_id, exc_info=True)
+        logger.warning(
+            "the suspicions of session %s could not be counted", session.session_id, exc_info=True
+        )
 
 
 def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> Facts:
-    """End a session of a program that the caller started, with the reward of the command `evaluate`, or None.
+    """End a session of a program that the caller started, with the reward of the command
+    `evaluate`, or None.
 
     Returns its facts. A reward that the program gave at the session's end counts first.
 
@@ -236,7 +247,9 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
     elif evaluate is not None:
         judged = None
         if is_judged(facts):
-            judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
+            judged = judge_here(
+                evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log"
+            )
             session.parts, session.evidence = judged.parts, judged.evidence
         result = outcome(Ended(session.exit_status), math.inf, facts, judged)
         session.status, session.reward, session.error = result.status, result.reward, result.error
@@ -246,8 +259,16 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
         own = rows[-1]
         session.revision = own.revision + 1
         session.status = "completed" if session.exit_status == 0 else "failed"
-        session.reward, session.parts, session.evidence, session.error = own.reward, own.parts, own.evidence, None
-        session.task_id, session.group_id = own.task_id or session.task_id, own.group_id or session.group_id
+        session.reward, session.parts, session.evidence, session.error = (
+            own.reward,
+            own.parts,
+            own.evidence,
+            None,
+        )
+        session.task_id, session.group_id = (
+            own.task_id or session.task_id,
+            own.group_id or session.group_id,
+        )
     recorder.end(session)
     return facts
 
@@ -305,7 +326,10 @@ async def _play(context: SessionContext, session: Session, group: Group, enter: 
         if facts.fault is not None:
             why = result.error
             if not_run:
-                why = f"a shell could not run a command, and the harness ended with status {ended.status}"
+                why = (
+                    "a shell could not run a command, and the harness ended with status"
+                    f" {ended.status}"
+                )
             session.error = f"{why}; its output is in {log.name}"
             last = last_line(log).replace(str(made.workspace), "WORKSPACE")
             if last and not stopped_early:
@@ -332,10 +356,11 @@ async def _play(context: SessionContext, session: Session, group: Group, enter: 
 async def _prepared(
     context: SessionContext, session: Session, task: Task, made: AgentResult
 ) -> AsyncIterator[tuple[JudgeJob, Box]]:
-    """Yield the box of a session, with its workspace, and what its judge will need. Raises `OSError` and `InputError`.
+    """Yield the box of a session, with its workspace, and what its judge will need. Raises
+    `OSError` and `InputError`.
 
-    The copy and the box have a time limit of their own, which begins with the copy: to wait for a thread is no part of
-    it. What sessions share has other limits: starts, versions and images.
+    The copy and the box have a time limit of their own, which begins with the copy: to wait for a
+    thread is no part of it. What sessions share has other limits: starts, versions and images.
     """
     recorder, runtime, seconds = context.recorder, context.runtime, context.config.preparing_timeout
     (await context.provenances.of(task.image)).set_in(session)
@@ -390,20 +415,29 @@ def _environment(context: SessionContext, session_id: str, task: Task, box: Box)
     """Return the whole environment of the harness. The recorder's variables win."""
     isolated = context.runtime.isolated
     certificates = CERTIFICATES if isolated else None
-    recorded = context.recorder.proxy(session_id).environment(session_id, address=box.proxy, certificates=certificates)
-    return {**clean_environment(Path(box.home), isolated=isolated), **context.harness_env, **task.env, **recorded}
+    recorded = context.recorder.proxy(session_id).environment(
+        session_id, address=box.proxy, certificates=certificates
+    )
+    return {
+        **clean_environment(Path(box.home), isolated=isolated),
+        **context.harness_env,
+        **task.env,
+        **recorded,
+    }
 
 
 async def _judge(session: Session, job: JudgeJob) -> Judged:
     """Return the judgement, and set its parts and evidence in `session`.
 
-    A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made.
-    `OSError`, `InputError` and `RecorderError` are raised: a fault of this machine, of the task or of the recorder is
-    none of the agent's.
+    A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be
+    what an agent made. `OSError`, `InputError` and `RecorderError` are raised: a fault of this
+    machine, of the task or of the recorder is none of the agent's.
     """
     assert job.result is not None
     try:
-        await in_folder_thread(open_to_owner, job.result.home)  # the agent may have closed it to this user
+        await in_folder_thread(
+            open_to_owner, job.result.home
+        )  # the agent may have closed it to this user
         judged = await judge(job)
     except (OSError, InputError, RecorderError):
         raise

@@ -1,4 +1,5 @@
-"""The worker, by which `rolltap rollout` and the training loop run groups of sessions into one run folder."""
+"""The worker, by which `rolltap rollout` and the training loop run groups of sessions into one run
+folder."""
 
 import asyncio
 import gc
@@ -29,7 +30,13 @@ from rolltap.trainer.rollouts.node import Enter, SessionAttempt
 from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
+from rolltap.trainer.rollouts.resume import (
+    Group,
+    Recorded,
+    interrupted_sessions,
+    key_parts,
+    resume_lines,
+)
 from rolltap.trainer.rollouts.runner import GroupRunner, OnEnd, OnLost
 from rolltap.trainer.rollouts.session import SessionContext, end_session, run_session
 from rolltap.trainer.runs.views.training import EVALUATION
@@ -44,14 +51,16 @@ system call while other threads copy folders and look at boxes; Python's own is 
 
 
 class Worker:
-    """Runs groups of sessions into the run folder `out`. A context manager, sync or async, for one use.
+    """Runs groups of sessions into the run folder `out`. A context manager, sync or async, for one
+    use.
 
-    Entering takes the folder's lock, starts the recorder, and gives a row to the sessions that a killed rollout left
-    without one. `harness` is a harness, the name of a preset, or the path of a `.toml` file; `runtime` a runtime of the
-    caller's instead of the configuration's.
+    Entering takes the folder's lock, starts the recorder, and gives a row to the sessions that a
+    killed rollout left without one. `harness` is a harness, the name of a preset, or the path of a
+    `.toml` file; `runtime` a runtime of the caller's instead of the configuration's.
 
-    Raises `InputError` for a wrong harness, runtime or option of the recorder. Entering raises `RunError` when another
-    process runs sessions in the folder, what `Recorder` raises, and `OSError`.
+    Raises `InputError` for a wrong harness, runtime or option of the recorder. Entering raises
+    `RunError` when another process runs sessions in the folder, what `Recorder` raises, and
+    `OSError`.
     """
 
     def __init__(
@@ -65,19 +74,26 @@ class Worker:
         runtime: Runtime | None = None,
     ) -> None:
         if runtime is not None and (unused := config.model_fields_set & set(RUNTIME_SETTINGS)):
-            raise InputError(f"{min(unused)} has no meaning with a runtime that you made: give it to that runtime")
+            raise InputError(
+                f"{min(unused)} has no meaning with a runtime that you made: give it to that"
+                " runtime"
+            )
         self.config = config
         self.runtime = runtime or config.make_runtime()
         self.harness = harness if isinstance(harness, Harness) else Harness.load(str(harness))
-        self.recorder = Recorder(out, engine=engine, model=model, options=config.options(), processes=config.recorders)
+        self.recorder = Recorder(
+            out, engine=engine, model=model, options=config.options(), processes=config.recorders
+        )
         self.context: SessionContext
         """Things that the sessions share. Only inside of the block."""
 
     def fit(self, tasks: Sequence[Task], private: Sequence[Path] = ()) -> list[Task]:
-        """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and starts nothing.
+        """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and
+        starts nothing.
 
-        From here on the runtime's boxes hide what sessions must not see, `private` files too. Raises as `fit_tasks`,
-        `check_judges` and `HidingRuntime.layers`, and `InputError` for what this machine lacks.
+        From here on the runtime's boxes hide what sessions must not see, `private` files too.
+        Raises as `fit_tasks`, `check_judges` and `HidingRuntime.layers`, and `InputError` for what
+        this machine lacks.
         """
         self.runtime.check()
         self.runtime.show(self.harness.program, self.harness.files)
@@ -93,12 +109,14 @@ class Worker:
         return fitting
 
     async def build(self, tasks: Sequence[Task]) -> list[Task]:
-        """Build the images of fitting tasks. Return the tasks that have theirs: see `build_images`."""
+        """Build the images of fitting tasks. Return the tasks that have theirs: see
+        `build_images`."""
         logs = self.recorder.path / "logs"
         return await build_images(tasks, self.runtime, logs, at_once=self.config.concurrency)
 
     def weights(self, say: Callable[[str], None]) -> str:
-        """Tell `say` what the engines serve, and return the version of their weights: see `check_engines`."""
+        """Tell `say` what the engines serve, and return the version of their weights: see
+        `check_engines`."""
         return check_engines(self.recorder, say)
 
     async def keys(self, tasks: Sequence[Task], weights: str) -> list[dict[str, str]]:
@@ -128,16 +146,25 @@ class Worker:
             stack.enter_context(self.recorder)
             for session in interrupted_sessions(self.recorder.path):
                 end_session(self.recorder, session, None)
-            context = SessionContext.of(self.config, self.harness, self.runtime, self.recorder, work)
+            context = SessionContext.of(
+                self.config, self.harness, self.runtime, self.recorder, work
+            )
             sessions = load_sessions(self.recorder.path).values()
             name = self.runtime.name
-            judged = {one.task_digest for one in sessions if one.reward is not None and one.runtime == name}
+            judged = {
+                one.task_digest
+                for one in sessions
+                if one.reward is not None and one.runtime == name
+            }
             self.context = replace(context, judged=judged)
             self._cleanup = stack.pop_all()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._cleanup.__exit__(kind, value, traceback)
 
@@ -154,7 +181,10 @@ class Worker:
             raise
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         await run_to_end(self.__exit__, kind, value, traceback)
 
@@ -190,9 +220,11 @@ class Worker:
         ended: OnEnd = lambda *_: None,
         lost: OnLost | None = None,
     ) -> GroupRunner:
-        """Return a runner for groups that come one after the other: see `GroupRunner`. Only inside of the block.
+        """Return a runner for groups that come one after the other: see `GroupRunner`. Only inside
+        of the block.
 
-        Groups that evaluate have the first `share` of the slots, one at least, and those that the others leave.
+        Groups that evaluate have the first `share` of the slots, one at least, and those that the
+        others leave.
         """
         node = LocalNode(self.config.slots(share), self.context_of)
         return GroupRunner(
@@ -207,9 +239,11 @@ class Worker:
 
     @asynccontextmanager
     async def attach(self, runner: GroupRunner, *, share: float = 0.0) -> AsyncIterator[None]:
-        """Run sessions of a runner here, which may be older than the worker's block. Only inside of that block.
+        """Run sessions of a runner here, which may be older than the worker's block. Only inside of
+        that block.
 
-        At its end the sessions that run here are stopped, and retried on other nodes. `share` is that of `runner`.
+        At its end the sessions that run here are stopped, and retried on other nodes. `share` is
+        that of `runner`.
         """
         node = LocalNode(self.config.slots(share), self.context_of)
         runner.add_node(node)
@@ -226,10 +260,11 @@ class Worker:
         policy_version: str | None = None,
         advance: Advance = lambda *_: None,
     ) -> list[Session]:
-        """Run the sessions of groups. Return them group by group, all attempts, in the order in which they ended.
+        """Run the sessions of groups. Return them group by group, all attempts, in the order in
+        which they ended.
 
-        `policy_version` is the version of sessions without a sampled token. Raises as `GroupRunner`. It may be called
-        again, in another event loop too.
+        `policy_version` is the version of sessions without a sampled token. Raises as
+        `GroupRunner`. It may be called again, in another event loop too.
         """
         async with self.runner(advance) as runner:
             results = [await runner.submit(group, policy_version) for group in groups]
@@ -237,11 +272,14 @@ class Worker:
 
 
 class LocalNode:
-    """This process as a node: its recorder, and boxes on this machine. `context_of` returns a group's context."""
+    """This process as a node: its recorder, and boxes on this machine. `context_of` returns a
+    group's context."""
 
     name = ""
 
-    def __init__(self, slots: Slots, context_of: Callable[[Group], Awaitable[SessionContext]]) -> None:
+    def __init__(
+        self, slots: Slots, context_of: Callable[[Group], Awaitable[SessionContext]]
+    ) -> None:
         self.slots = slots
         self.context_of = context_of
         self.idle = asyncio.Event()
@@ -281,8 +319,9 @@ async def roll_out(
 ) -> tuple[str, ...]:
     """Run the missing sessions of each task's newest group, or of a further one with `new_groups`.
 
-    `worker` is not started yet. Returns the ids of the sessions in these groups, all attempts. Says on stderr what is
-    resumed; `progress` shows this and a progress bar. Raises as `rolltap.rollout`.
+    `worker` is not started yet. Returns the ids of the sessions in these groups, all attempts. Says
+    on stderr what is resumed; `progress` shows this and a progress bar. Raises as
+    `rolltap.rollout`.
     """
     config, recorder = worker.config, worker.recorder
     fitting = await asyncio.to_thread(worker.fit, tasks)
@@ -313,7 +352,8 @@ async def roll_out(
 def given_tasks(
     tasks: Sequence[Task] | str | Path, repositories: Path | None, refused: list[str] | None = None
 ) -> list[Task]:
-    """Return the tasks of a list, or of a path as `load_tasks`. Raises `InputError`, also when two have the same id."""
+    """Return the tasks of a list, or of a path as `load_tasks`. Raises `InputError`, also when two
+    have the same id."""
     if isinstance(tasks, str | Path):
         return load_tasks(Path(tasks), repositories=repositories, refused=refused)
     if isinstance(tasks, Task):
@@ -321,17 +361,26 @@ def given_tasks(
     if not tasks:
         raise InputError("the list of tasks is empty")
     if wrong := [task for task in tasks if not isinstance(task, Task)]:
-        raise InputError(f"a task is {reprlib.repr(wrong[0])}: give rolltap.Task objects, or the path of a task file")
+        raise InputError(
+            f"a task is {reprlib.repr(wrong[0])}: give rolltap.Task objects, or the path of a task"
+            " file"
+        )
     for name, number in Counter(task.id for task in tasks).items():
         if number > 1:
-            raise InputError(f"{number} tasks have the id {name!r}: give each task an id of its own")
+            raise InputError(
+                f"{number} tasks have the id {name!r}: give each task an id of its own"
+            )
     return list(tasks)
 
 
-async def keys_of(tasks: Sequence[Task], context: SessionContext, weights: str) -> list[dict[str, str]]:
-    """Return the parts of each task's key. `weights` names those of the engines and the published version.
+async def keys_of(
+    tasks: Sequence[Task], context: SessionContext, weights: str
+) -> list[dict[str, str]]:
+    """Return the parts of each task's key. `weights` names those of the engines and the published
+    version.
 
-    Asks for as many versions of programs at once as sessions run. Raises `InputError` of a task's path, and `OSError`.
+    Asks for as many versions of programs at once as sessions run. Raises `InputError` of a task's
+    path, and `OSError`.
     """
     places = asyncio.Semaphore(context.config.concurrency)
 
@@ -339,7 +388,9 @@ async def keys_of(tasks: Sequence[Task], context: SessionContext, weights: str) 
         async with places:
             return key_parts(await key_values(task, context, weights))
 
-    keys = await asyncio.gather(*map(key, tasks), return_exceptions=True)  # none of them runs on after an error
+    keys = await asyncio.gather(
+        *map(key, tasks), return_exceptions=True
+    )  # none of them runs on after an error
     found = []
     for each in keys:
         if isinstance(each, BaseException):
@@ -351,14 +402,18 @@ async def keys_of(tasks: Sequence[Task], context: SessionContext, weights: str) 
 async def key_values(task: Task, context: SessionContext, weights: str) -> dict[str, object]:
     """Return name -> JSON value of what decides the sessions of a task.
 
-    Of an image that cannot be had nothing is known: its sessions cannot be run, and say why. Raises `OSError`.
+    Of an image that cannot be had nothing is known: its sessions cannot be run, and say why. Raises
+    `OSError`.
     """
     digest = await context.digest(task)
     try:
         known = await context.provenances.of(task.image)
     except InputError:
         known = Provenance(
-            harness_version="", program_digest="", preset_digest=context.harness.digest(), image_digest=""
+            harness_version="",
+            program_digest="",
+            preset_digest=context.harness.digest(),
+            image_digest="",
         )
     model = Path(context.recorder.model)
     return {
@@ -371,5 +426,9 @@ async def key_values(task: Task, context: SessionContext, weights: str) -> dict[
         "timeout": task.timeout or context.config.timeout,
         "model": str(model.resolve() if model.exists() else model),
         "weights": weights,
-        **{name: value for name, value in context.config.options().items() if name not in FREE_OPTIONS},
+        **{
+            name: value
+            for name, value in context.config.options().items()
+            if name not in FREE_OPTIONS
+        },
     }

@@ -44,7 +44,8 @@ class Starts:
         self._bytes = 0.0
 
     async def of(self, task: Task) -> Start:
-        """Return the start of a task. Raises `InputError`, which names the task, and `OSError` for a full disk."""
+        """Return the start of a task. Raises `InputError`, which names the task, and `OSError` for
+        a full disk."""
         try:
             start = await self._made.get(task.id, lambda: self._make(task))
         except InputError as error:
@@ -70,8 +71,8 @@ class Starts:
             start = await self._make_in(place, task)
             if self._digests.setdefault(task.id, start.digest) != start.digest:
                 raise InputError(
-                    "its start has changed since the first session of this rollout: leave its folder "
-                    "alone while a rollout runs"
+                    "its start has changed since the first session of this rollout: leave its"
+                    " folder alone while a rollout runs"
                 )
             size = await in_folder_thread(disk_bytes, [place])
         except BaseException:
@@ -90,7 +91,10 @@ class Starts:
                 await in_folder_thread(make_start, task.workspace, target, task.commit)
             elif task.image is not None and not task.image_optional:
                 if not isinstance(self._runtime, ImageRuntime):
-                    raise InputError(f"the runtime {self._runtime.name} has no images, and it starts in {task.image}")
+                    raise InputError(
+                        f"the runtime {self._runtime.name} has no images, and it starts in"
+                        f" {task.image}"
+                    )
                 await in_folder_thread(self._runtime.copy_out, task.image, task.workdir, source)
                 await in_folder_thread(_make_start_of_image, source, target, task.commit)
             else:
@@ -102,10 +106,12 @@ class Starts:
 
 
 def make_start(source: Path, target: Path, commit: str | None) -> None:
-    """Copy a workspace. Each git repository in it gets the history up to one commit, and nothing else.
+    """Copy a workspace. Each git repository in it gets the history up to one commit, and nothing
+    else.
 
-    With a `commit` the files are those of the commit. Without, they are those of the folder, with changes that are not
-    committed, and each history ends at what is checked out. Raises `InputError` for what cannot be had.
+    With a `commit` the files are those of the commit. Without, they are those of the folder, with
+    changes that are not committed, and each history ends at what is checked out. Raises
+    `InputError` for what cannot be had.
     """
     bare = is_bare(source)
     if commit is not None:
@@ -120,10 +126,16 @@ def make_start(source: Path, target: Path, commit: str | None) -> None:
 
 
 def _make_start_of_image(source: Path, target: Path, commit: str | None) -> None:
-    """Do so with a workspace of an image: its files count, also those that its builder changed after the commit."""
+    """Do so with a workspace of an image: its files count, also those that its builder changed
+    after the commit."""
     for checkout in copy_content(source, target, any_links=True):
         require_inside(source / checkout, source)
-        give_history(source / checkout, target / checkout, commit if checkout == Path() else None, files=False)
+        give_history(
+            source / checkout,
+            target / checkout,
+            commit if checkout == Path() else None,
+            files=False,
+        )
     if commit is not None and not (target / ".git").exists():
         raise InputError(f"the image has no git checkout, so it has no commit {commit}")
 

@@ -1,8 +1,9 @@
-"""Split and filter of a run by session; merge of several runs, or of the sound rows of a damaged run.
+"""Split and filter of a run by session; merge of several runs, or of the sound rows of a damaged
+run.
 
-Rows are copied unchanged, with their digests; a merge changes only names that two runs share. Output folders are
-created atomically. Memory: a split or a filter takes the tokens of one session and the rows of all sessions; a merge
-takes one batch and the ids of the sessions.
+Rows are copied unchanged, with their digests; a merge changes only names that two runs share.
+Output folders are created atomically. Memory: a split or a filter takes the tokens of one session
+and the rows of all sessions; a merge takes one batch and the ids of the sessions.
 """
 
 import json
@@ -41,7 +42,8 @@ UNNAMED = "_none"
 
 
 class Filter(TypedDict, total=False):
-    """Criteria of the sessions and calls to keep. A session must fit every criterion that is set."""
+    """Criteria of the sessions and calls to keep. A session must fit every criterion that is
+    set."""
 
     min_reward: float | None
     max_reward: float | None
@@ -51,8 +53,8 @@ class Filter(TypedDict, total=False):
     statuses: Collection[SessionStatus]
     session_ids: Collection[str]
     roles: Collection[CallRole]
-    """Roles of the calls to keep. Their ancestors are kept too, whatever their role. A session without a call of these
-    roles is left out."""
+    """Roles of the calls to keep. Their ancestors are kept too, whatever their role. A session
+    without a call of these roles is left out."""
     tasks: Collection[str]
     runtimes: Collection[str]
     suspicious: bool | None
@@ -64,8 +66,8 @@ class Filter(TypedDict, total=False):
 def _fits(criteria: Filter, session_id: str, session: Session | None) -> bool:
     """Return True when a session fits, `roles` aside.
 
-    A session without a row has the status `unknown`, no harness, no policy version and no suspicions. One without a
-    reward fits no criterion on it.
+    A session without a row has the status `unknown`, no harness, no policy version and no
+    suspicions. One without a reward fits no criterion on it.
     """
     session = session or Session(session_id=session_id, status="unknown")
     matched = suspected(session).keys()
@@ -99,7 +101,9 @@ class _Run:
         self._stack = ExitStack()
 
     def __enter__(self) -> "_Run":
-        self.tables = {table: self._stack.enter_context(SessionIndex(self.run, table)) for table in TABLES}
+        self.tables = {
+            table: self._stack.enter_context(SessionIndex(self.run, table)) for table in TABLES
+        }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -107,16 +111,19 @@ class _Run:
 
     @property
     def session_ids(self) -> list[str]:
-        """Session ids: those with calls in the order of their first call, then those with only a row or events."""
+        """Session ids: those with calls in the order of their first call, then those with only a
+        row or events."""
         tables = (self.tables[name] for name in ("calls", "sessions", "events"))
         known = dict.fromkeys(session_id for table in tables for session_id in table.session_ids)
         return [session_id for session_id in known if session_id is not None]
 
-    def copy(self, session_id: str | None, writer: RunWriter, calls: Collection[str] | None = None) -> None:
+    def copy(
+        self, session_id: str | None, writer: RunWriter, calls: Collection[str] | None = None
+    ) -> None:
         """Write the rows of a session; with `session_id` None, the events without a session.
 
-        With `calls`, a set of call ids, calls, their routings, scores and events are limited to these, and what was
-        trained is left out: its rows are accounts of whole sessions.
+        With `calls`, a set of call ids, calls, their routings, scores and events are limited to
+        these, and what was trained is left out: its rows are accounts of whole sessions.
         """
         kept = None if calls is None else pa.array(list(calls), pa.string())
         for name, table in self.tables.items():
@@ -135,18 +142,20 @@ class _Run:
 def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> dict[str, int]:
     """Split a run into folders in the new folder `out`. Return part name -> number of sessions.
 
-    `parts` is a field of the session's row, or a number of parts of about equal size. In the latter case sessions of
-    one group stay together. Events without a session go to the first part.
+    `parts` is a field of the session's row, or a number of parts of about equal size. In the latter
+    case sessions of one group stay together. Events without a session go to the first part.
 
-    Raises `InputError` for another field, a number below 1, no session and fewer groups than parts, and `RunError` when
-    the run cannot be read.
+    Raises `InputError` for another field, a number below 1, no session and fewer groups than parts,
+    and `RunError` when the run cannot be read.
     """
     if isinstance(parts, int) and parts < 1:
         raise InputError(f"parts={parts}: give at least 1")
     if not isinstance(parts, int) and parts not in get_args(SplitBy):
         raise InputError(f"by={parts!r}: choose {', '.join(get_args(SplitBy))}")
     with _Run(run) as source:
-        sessions_of = _even_parts(source, parts) if isinstance(parts, int) else _parts_by(source, parts)
+        sessions_of = (
+            _even_parts(source, parts) if isinstance(parts, int) else _parts_by(source, parts)
+        )
         if not sessions_of:
             raise InputError(f"{run} has no sessions")
         total, done = len(source.session_ids), 0
@@ -162,16 +171,19 @@ def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> d
 
 
 def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
-    """Write the sessions that fit to the new folder `out`. Return their number. Events without a session are left out.
+    """Write the sessions that fit to the new folder `out`. Return their number. Events without a
+    session are left out.
 
-    Raises `InputError` when no session fits or one of `session_ids` is not in the run, and `RunError` when the
-    run cannot be read.
+    Raises `InputError` when no session fits or one of `session_ids` is not in the run, and
+    `RunError` when the run cannot be read.
     """
     roles = criteria.get("roles", ())
     with _Run(run) as source:
         if unknown := set(criteria.get("session_ids", ())).difference(source.session_ids):
             raise InputError(f"{run} has no session {some(sorted(unknown))}")
-        fitting = [name for name in source.session_ids if _fits(criteria, name, source.rows.get(name))]
+        fitting = [
+            name for name in source.session_ids if _fits(criteria, name, source.rows.get(name))
+        ]
         kept = 0
         with new_folder(out) as staged:
             write_metadata(staged, source.metadata)
@@ -197,13 +209,18 @@ def _parts_by(source: _Run, field: SplitBy) -> dict[str, list[str]]:
 
 
 def _even_parts(source: _Run, number: int) -> dict[str, list[str]]:
-    """Assign each group, in the order of its first session, to the part with the fewest sessions so far."""
+    """Assign each group, in the order of its first session, to the part with the fewest sessions so
+    far."""
     groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for session_id in source.session_ids:
         row = source.rows.get(session_id)
-        groups[("group", row.group_id) if row and row.group_id else ("session", session_id)].append(session_id)
+        groups[("group", row.group_id) if row and row.group_id else ("session", session_id)].append(
+            session_id
+        )
     if len(groups) < number:
-        raise InputError(f"{source.run} has only {len(groups)} groups of sessions: ask for fewer parts")
+        raise InputError(
+            f"{source.run} has only {len(groups)} groups of sessions: ask for fewer parts"
+        )
     parts: list[list[str]] = [[] for _ in range(number)]
     for session_ids in groups.values():
         min(parts, key=len).extend(session_ids)
@@ -212,12 +229,14 @@ def _even_parts(source: _Run, number: int) -> dict[str, list[str]]:
 
 
 def _with_ancestors(source: _Run, session_id: str, roles: Collection[CallRole]) -> set[str]:
-    """Return the ids of the calls with these roles and of their ancestors, whose tokens their rows do not repeat."""
+    """Return the ids of the calls with these roles and of their ancestors, whose tokens their rows
+    do not repeat."""
     parents: dict[str, str | None] = {}
     selected = []
     for batch in source.tables["calls"].batches(session_id):
         for call_id, parent_id, role in zip(
-            *(batch.column(name).to_pylist() for name in ("call_id", "parent_id", "role")), strict=True
+            *(batch.column(name).to_pylist() for name in ("call_id", "parent_id", "role")),
+            strict=True,
         ):
             parents[call_id] = parent_id
             if role in roles:
@@ -264,34 +283,44 @@ class _Source:
         return self.metadata.get("source") != "import" or "tokenizer_sha256" in self.metadata
 
     def origins(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the run's name and the metadata that differs from `merged`; for a merged run, one entry per origin."""
+        """Return the run's name and the metadata that differs from `merged`; for a merged run, one
+        entry per origin."""
         origins = self.metadata.get("merged_from", [{"run": self.name}])
         known = (*_JOINED, "merged_from", "run_id")
-        other = {key: value for key, value in self.metadata.items() if key not in known and merged.get(key) != value}
+        other = {
+            key: value
+            for key, value in self.metadata.items()
+            if key not in known and merged.get(key) != value
+        }
         return [{**other, **origin} for origin in origins]
 
 
 def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, list[LeftBehind]]:
     """Write the sound rows of one or more runs to the new folder `out`.
 
-    Return the number of sessions, and the losses: rows that cannot be read or whose digest does not match are not
-    copied. The new `run.json` lists the losses as `left_behind`.
+    Return the number of sessions, and the losses: rows that cannot be read or whose digest does not
+    match are not copied. The new `run.json` lists the losses as `left_behind`.
 
-    When two runs have sessions or groups of equal names, all names of the later run get a prefix, which `merged_from`
-    of the new `run.json` has. Parts of one run that have different sessions keep their names, so that a group of the
-    run becomes whole again.
+    When two runs have sessions or groups of equal names, all names of the later run get a prefix,
+    which `merged_from` of the new `run.json` has. Parts of one run that have different sessions
+    keep their names, so that a group of the run becomes whole again.
 
-    Raises `InputError` when the runs' tokenizers or chat templates differ, when two runs have the same session with
-    the same content, and when no row of a damaged run is sound. Raises `RunError` when a run cannot be read.
+    Raises `InputError` when the runs' tokenizers or chat templates differ, when two runs have the
+    same session with the same content, and when no row of a damaged run is sound. Raises `RunError`
+    when a run cannot be read.
     """
     sources = [_source(run) for run in runs]
     # an import that names no model is taken to be of the model of the runs it is merged with
     recorded = [source for source in sources if source.names_model] or sources
-    recorded.sort(key=lambda source: source.metadata.get("source") == "import")  # the merged run is a recorded one
+    recorded.sort(
+        key=lambda source: source.metadata.get("source") == "import"
+    )  # the merged run is a recorded one
     _require_one_model(recorded)
     prefixes = _prefixes(sources)
     tables = [(source, table) for source in sources for table in TABLES]
-    files = [(source, table, path) for source, table in tables for path in run_files(source.run, table)]
+    files = [
+        (source, table, path) for source, table in tables for path in run_files(source.run, table)
+    ]
     size, done = sum(path.lstat().st_size for _, _, path in files), 0
     sessions: set[str | None] = set()
     left_behind: list[LeftBehind] = []
@@ -303,15 +332,23 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
                 left_behind += _copy_sound_rows(source, table, path, writer, sessions, prefix)
                 advance("bytes copied", done, size)
         if left_behind and not sessions:
-            raise InputError(f"no session of {', '.join(map(str, runs))} can be saved: {out} was not written")
+            raise InputError(
+                f"no session of {', '.join(map(str, runs))} can be saved: {out} was not written"
+            )
         write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind, prefixes))
     return len(sessions), left_behind
 
 
 def _copy_sound_rows(
-    source: _Source, table: str, path: Path, writer: RunWriter, sessions: set[str | None], prefix: str
+    source: _Source,
+    table: str,
+    path: Path,
+    writer: RunWriter,
+    sessions: set[str | None],
+    prefix: str,
 ) -> Iterator[LeftBehind]:
-    """Write the rows of a file whose digest matches, with `prefix` before names. Yield the losses, if there are any.
+    """Write the rows of a file whose digest matches, with `prefix` before names. Yield the losses,
+    if there are any.
 
     Adds to `sessions` the ids of sessions with a copied call or row.
     """
@@ -338,13 +375,18 @@ def _require_one_model(sources: Sequence[_Source]) -> None:
         for other in sources[1:]:
             if first.metadata.get(key) != other.metadata.get(key):
                 what = key.removesuffix("_sha256").replace("_", " ")
-                raise InputError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
+                raise InputError(
+                    f"{first.run} and {other.run} do not have the same {what}: merge runs of one"
+                    " model"
+                )
 
 
 def _source(run: Path) -> _Source:
     metadata = read_metadata(run)
     batches = read_batches(run, "sessions")
-    groups = {name for batch in batches for name in batch.column("group_id").unique().to_pylist() if name}
+    groups = {
+        name for batch in batches for name in batch.column("group_id").unique().to_pylist() if name
+    }
     return _Source(run, metadata, recorded_ids(run), groups)
 
 
@@ -363,7 +405,8 @@ def _prefixes(sources: Sequence[_Source]) -> dict[Path, str]:
 
 
 def _shares_names(earlier: _Source, later: _Source) -> bool:
-    """Return True for names that mean different things in two runs. Raises `InputError` for a session that is one."""
+    """Return True for names that mean different things in two runs. Raises `InputError` for a
+    session that is one."""
     sessions = earlier.sessions & later.sessions
     require_other_content(earlier.run, later.run, sessions)
     run_id = later.metadata.get("run_id")
@@ -373,7 +416,8 @@ def _shares_names(earlier: _Source, later: _Source) -> bool:
 
 
 def _free_prefix(folder: str, names: set[str], taken: set[str]) -> str:
-    """Return the name of a run's folder with a dot, and with a number where a name would be taken."""
+    """Return the name of a run's folder with a dot, and with a number where a name would be
+    taken."""
     plain = re.sub(r"[^\w-]", "-", folder)
     prefix = f"{plain}."
     number = 1
@@ -384,7 +428,8 @@ def _free_prefix(folder: str, names: set[str], taken: set[str]) -> str:
 
 
 def _with_prefix(table: str, batch: pa.RecordBatch, prefix: str) -> pa.RecordBatch:
-    """Return the rows with `prefix` before the ids of their sessions and groups, and with their new digests."""
+    """Return the rows with `prefix` before the ids of their sessions and groups, and with their new
+    digests."""
     schema = TABLES[table]
     rows = batch_rows(batch)
     for row in rows:
@@ -404,7 +449,8 @@ def _rename(row: dict[str, Any], prefix: str) -> None:
 
 
 def require_other_content(first: Path, second: Path, session_ids: Collection[str]) -> None:
-    """Raise `InputError` when one of the sessions, which both runs have, has the same content in both."""
+    """Raise `InputError` when one of the sessions, which both runs have, has the same content in
+    both."""
     if not session_ids:
         return
     known = _digests(first, session_ids)
@@ -426,24 +472,38 @@ def _digests(run: Path, session_ids: Collection[str]) -> dict[str, set[str]]:
 
 
 def _merged_metadata(
-    first: _Source, sources: Sequence[_Source], left_behind: Sequence[LeftBehind], prefixes: Mapping[Path, str]
+    first: _Source,
+    sources: Sequence[_Source],
+    left_behind: Sequence[LeftBehind],
+    prefixes: Mapping[Path, str],
 ) -> dict[str, Any]:
     """Return the metadata of the first run with the engines, recorders and losses of all runs.
 
     Other metadata in which a run differs is in `merged_from`.
     """
     merged = {key: value for key, value in first.metadata.items() if key != "run_id"}
-    if engines := {url: engine for source in sources for url, engine in source.metadata.get("engines", {}).items()}:
+    if engines := {
+        url: engine
+        for source in sources
+        for url, engine in source.metadata.get("engines", {}).items()
+    }:
         merged["engines"] = engines
-    losses = [{"file": loss.file, "rows": loss.rows, "places": loss.unreadable_ranges} for loss in left_behind]
+    losses = [
+        {"file": loss.file, "rows": loss.rows, "places": loss.unreadable_ranges}
+        for loss in left_behind
+    ]
     for key, more in (("recorders", []), ("left_behind", losses)):
         entries = [entry for source in sources for entry in source.metadata.get(key, [])] + more
         if entries:
-            merged[key] = [entry for number, entry in enumerate(entries) if entry not in entries[:number]]
+            merged[key] = [
+                entry for number, entry in enumerate(entries) if entry not in entries[:number]
+            ]
     merged["merged_from"] = []
     for source in sources:
         origins = source.origins(merged)
         if prefix := prefixes.get(source.run):
-            origins = [{**origin, "prefix": prefix + origin.get("prefix", "")} for origin in origins]
+            origins = [
+                {**origin, "prefix": prefix + origin.get("prefix", "")} for origin in origins
+            ]
         merged["merged_from"] += origins
     return merged

@@ -1,8 +1,8 @@
 """Import of calls from other sources: JSON Lines into a new run folder.
 
-The file is read twice. The first pass checks every line and notes its byte offset by session. The second pass links and
-writes one session after the other. Memory: the tokens of one session, and the ids of all calls. The lines may be in any
-order.
+The file is read twice. The first pass checks every line and notes its byte offset by session. The
+second pass links and writes one session after the other. Memory: the tokens of one session, and the
+ids of all calls. The lines may be in any order.
 """
 
 import os
@@ -22,7 +22,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.store.door import LARGEST_NUMBER, MOST_NAME, is_name
 from rolltap.addons.store.metadata import RUN_FILE, tokenizer_digests, write_metadata
-from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
+from rolltap.addons.store.records import (
+    Call,
+    CallRole,
+    CallStatus,
+    Session,
+    VersionSpan,
+    find_violation,
+    utc_now,
+)
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import Advance
@@ -30,7 +38,8 @@ from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.tree import link_calls, start_order
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "config.json")
-"""Files of which a folder with a tokenizer has one: without any, transformers says much and nothing of the folder."""
+"""Files of which a folder with a tokenizer has one: without any, transformers says much and nothing
+of the folder."""
 
 
 Report = Callable[[int, str], None]
@@ -58,7 +67,8 @@ Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 
 
 class ImportLine(BaseModel):
-    """One line is one call. Keys with a default may be left out. A session's lines must not contradict each other."""
+    """One line is one call. Keys with a default may be left out. A session's lines must not
+    contradict each other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -73,7 +83,8 @@ class ImportLine(BaseModel):
     finish_reason: str | None
     task_id: str | None = None
     group_id: str | None = None
-    """Group of the session. When no line gives one, the session id: the session is then a group of its own."""
+    """Group of the session. When no line gives one, the session id: the session is then a group of
+    its own."""
     harness: str | None = None
     reward: Number | None = None
     started_at: Annotated[datetime, AfterValidator(_in_utc)] | None = None
@@ -81,21 +92,29 @@ class ImportLine(BaseModel):
     role: CallRole = "agent"
     status: CallStatus = "completed"
     parent_id: str | None = None
-    """Chooses between candidate parents with the same tokens. Ignored when it is not one of the candidates."""
+    """Chooses between candidate parents with the same tokens. Ignored when it is not one of the
+    candidates."""
     policy_version: str = "unknown"
 
     def to_call(self, imported_at: datetime) -> Call:
-        """Return the call, not linked to its parent yet. Log-probabilities are rounded to float32, as stored."""
+        """Return the call, not linked to its parent yet. Log-probabilities are rounded to float32,
+        as stored."""
         with np.errstate(over="ignore"):
             logprobs = np.array(self.logprobs or [], np.float32).tolist()
         sampled = len(self.completion_ids)
         spans = [VersionSpan(version=self.policy_version, start=0, end=sampled)] if sampled else []
         return Call(
-            **self.model_dump(exclude={*_SESSION_FIELDS, "logprobs", "started_at", "policy_version"}),
+            **self.model_dump(
+                exclude={*_SESSION_FIELDS, "logprobs", "started_at", "policy_version"}
+            ),
             logprobs=logprobs,
             weight_versions=spans,
             kind_reason="imported",
-            violation=None if self.logprobs is None else find_violation(self.completion_ids, logprobs, spans),
+            violation=(
+                None
+                if self.logprobs is None
+                else find_violation(self.completion_ids, logprobs, spans)
+            ),
             started_at=self.started_at or imported_at,
         )
 
@@ -123,7 +142,9 @@ class ImportSummary:
         self.bridged += sum(call.kind == "bridged" for call in calls)
         self.sampled_tokens += sum(len(call.completion_ids) for call in calls)
         self.violations += sum(call.violation is not None for call in calls)
-        self.without_logprobs += sum(bool(call.completion_ids) and not call.logprobs for call in calls)
+        self.without_logprobs += sum(
+            bool(call.completion_ids) and not call.logprobs for call in calls
+        )
 
     def __rich__(self) -> str:
         notes = {
@@ -133,7 +154,10 @@ class ImportSummary:
         }
         return "\n".join(
             [
-                f"{self.calls} calls of {self.sessions} sessions, {self.sampled_tokens} sampled tokens",
+                (
+                    f"{self.calls} calls of {self.sessions} sessions, {self.sampled_tokens} sampled"
+                    " tokens"
+                ),
                 f"{self.bridged} calls continue another one",
                 *(f"{count} {what}" for what, count in notes.items() if count),
             ]
@@ -158,12 +182,20 @@ class _Session:
     def add(self, line: ImportLine, number: int, offset: int) -> str | None:
         """Note a line. When it contradicts an earlier one, return how, and note nothing."""
         if line.call_id in self.lines:
-            return f"call_id {line.call_id!r} of session {line.session_id!r} is in line {self.lines[line.call_id]} too"
-        given = {name: value for name in _SESSION_FIELDS if (value := getattr(line, name)) is not None}
+            return (
+                f"call_id {line.call_id!r} of session {line.session_id!r} is in line"
+                f" {self.lines[line.call_id]} too"
+            )
+        given = {
+            name: value for name in _SESSION_FIELDS if (value := getattr(line, name)) is not None
+        }
         for name, value in given.items():
             known, first = self.given.get(name, (value, number))
             if value != known:
-                return f"{name} is {value!r}, but line {first} of session {line.session_id!r} says {known!r}"
+                return (
+                    f"{name} is {value!r}, but line {first} of session {line.session_id!r} says"
+                    f" {known!r}"
+                )
         self.offsets.append(offset)
         self.lines[line.call_id] = number
         self.given = {name: (value, number) for name, value in given.items()} | self.given
@@ -171,18 +203,25 @@ class _Session:
 
 
 def import_calls(
-    source: BinaryIO, run: Path, *, skip_bad: bool, report: Report, advance: Advance, model: str | None = None
+    source: BinaryIO,
+    run: Path,
+    *,
+    skip_bad: bool,
+    report: Report,
+    advance: Advance,
+    model: str | None = None,
 ) -> ImportSummary:
     """Write the calls in `source`, one JSON object a line, to the new run folder `run`.
 
-    `model` is the folder or name of the model whose tokens they are. The run then merges only with runs of its
-    tokenizer, and is not trained with another one.
+    `model` is the folder or name of the model whose tokens they are. The run then merges only with
+    runs of its tokenizer, and is not trained with another one.
 
-    Atomic: `run` is created with every good line, or not at all when this raises or is killed. The order of the lines
-    does not matter: calls are sorted by `start_order`.
+    Atomic: `run` is created with every good line, or not at all when this raises or is killed. The
+    order of the lines does not matter: calls are sorted by `start_order`.
 
-    Raises `InputError` when there is no line, when a line is bad and `skip_bad` is false, when `source` changes between
-    the passes, and when `run` is a run already. Also raises as `new_folder` and `named_model`.
+    Raises `InputError` when there is no line, when a line is bad and `skip_bad` is false, when
+    `source` changes between the passes, and when `run` is a run already. Also raises as
+    `new_folder` and `named_model`.
     """
     imported_at = utc_now()
     if (run / RUN_FILE).exists():
@@ -204,7 +243,9 @@ def import_calls(
                 "correct them, or skip them (--skip-bad, skip_bad=True)"
             )
         if not sessions:
-            raise InputError("there is no line to import" + (f": all {bad} are bad; {first[0]}" if bad else ""))
+            raise InputError(
+                "there is no line to import" + (f": all {bad} are bad; {first[0]}" if bad else "")
+            )
         write_metadata(staged, {"source": "import", **named})
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:
@@ -221,7 +262,8 @@ def import_calls(
 
 @contextmanager
 def _seekable(source: BinaryIO) -> Iterator[BinaryIO]:
-    """Yield `source` itself, or a temporary copy of it when it is not seekable, for example a pipe."""
+    """Yield `source` itself, or a temporary copy of it when it is not seekable, for example a
+    pipe."""
     if source.seekable():
         yield source
         return
@@ -264,7 +306,8 @@ def _read(lines: BinaryIO, offsets: Iterable[int]) -> Iterator[ImportLine]:
 
 
 def link(calls: list[Call]) -> list[Call]:
-    """Sort calls by `start_order`, and set the parent and the shared prefix of each. Return `calls`."""
+    """Sort calls by `start_order`, and set the parent and the shared prefix of each. Return
+    `calls`."""
     calls.sort(key=start_order)
     for call, parent in zip(calls, link_calls(calls)[0], strict=True):
         call.parent_id = None
@@ -285,13 +328,16 @@ def _session(session_id: str, noted: _Session, calls: Sequence[Call]) -> Session
         harness=given.get("harness", ""),
         status="completed" if any(call.status == "completed" for call in calls) else "failed",
         reward=given.get("reward"),
-        policy_version=next((span.version for call in calls for span in call.weight_versions), None),
+        policy_version=next(
+            (span.version for call in calls for span in call.weight_versions), None
+        ),
         started_at=calls[0].started_at,
     )
 
 
 def named_model(model: str) -> tuple[dict[str, Any], Any]:
-    """Return the entries of `run.json` that a recorder writes for a model, given by its folder or name; its tokenizer.
+    """Return the entries of `run.json` that a recorder writes for a model, given by its folder or
+    name; its tokenizer.
 
     The entries are its name, and the digests of its tokenizer and chat template.
 
@@ -300,15 +346,23 @@ def named_model(model: str) -> tuple[dict[str, Any], Any]:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise MissingPackageError(f"the tokenizer needs transformers ({error}): {install_command('record')}") from error
+        raise MissingPackageError(
+            f"the tokenizer needs transformers ({error}): {install_command('record')}"
+        ) from error
     folder = Path(model).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else model
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         raise InputError(
-            f"the folder {model} has none of {', '.join(_TOKENIZER_FILES)}: give the folder or name of a model"
+            f"the folder {model} has none of {', '.join(_TOKENIZER_FILES)}: give the folder or name"
+            " of a model"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise InputError(f"model {model}: no tokenizer can be loaded: {error}; give its folder or name") from error
-    return {"model": name, **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)}, tokenizer
+        raise InputError(
+            f"model {model}: no tokenizer can be loaded: {error}; give its folder or name"
+        ) from error
+    return {
+        "model": name,
+        **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template),
+    }, tokenizer

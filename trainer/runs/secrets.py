@@ -1,9 +1,10 @@
-"""Secrets in recorded text: keys, tokens and passwords of known forms. One of another form is not found.
+"""Secrets in recorded text: keys, tokens and passwords of known forms. One of another form is not
+found.
 
 The forms of providers are those of detect-secrets. Beside them are here: keys of model providers, a
-secret by the name that it is assigned to, and texts that hold one, such as a URL or a cookie. A text
-is read as it was recorded, and then as a program would read it: without escapes, colours and line
-ends in the middle of a token.
+secret by the name that it is assigned to, and texts that hold one, such as a URL or a cookie. A
+text is read as it was recorded, and then as a program would read it: without escapes, colours and
+line ends in the middle of a token.
 """
 
 import math
@@ -24,56 +25,76 @@ from rolltap.trainer.traces.tree import find_ends, link_calls
 REDACTED = "[redacted]"
 GIVEN = "given text"
 
-_VALUE = re.compile(r"""(?:=>|:=|=|:)\s{0,4}\\?["']?([^\s"'`,;&<>(){}\[\]$\\=:]{8,1000})(?![(\[])""")
+_VALUE = re.compile(
+    r"""(?:=>|:=|=|:)\s{0,4}\\?["']?([^\s"'`,;&<>(){}\[\]$\\=:]{8,1000})(?![(\[])"""
+)
 """Group 1: a value that something is given. A call and a variable are none."""
-_NAME = re.compile(
-    r"""(?xi)
-    (?: (?:api|access|account|auth|client|encryption|master|private|secret|service|shared|signing|ssh|storage)
-        [-_. ]? key (?:[-_. ]? data)?
+_NAME = re.compile(r"""(?xi)
+    (?: (?:api|access|account|auth|client|encryption|master|private|secret|service|shared|signing
+        |ssh|storage) [-_. ]? key (?:[-_. ]? data)?
       | token | secret | passw(?:or)?d | pwd | passphrase | credentials?
     )
     ["'\]\\]{0,3} \s{0,4} $
-    """
-)
+    """)
 """The end of a name of secrets, before the sign that gives it a value."""
 _NAME_LENGTH = 40
 """Characters before such a sign in which the name is looked for."""
-_WORDS = re.compile(r"[A-Za-z]+(?:[-_.][A-Za-z]+)*|[a-z]+(?:[_.][a-z0-9]+)+|[\d.,:-]+|[A-Z]+(?:_[A-Z0-9]+)+")
+_WORDS = re.compile(
+    r"[A-Za-z]+(?:[-_.][A-Za-z]+)*|[a-z]+(?:[_.][a-z0-9]+)+|[\d.,:-]+|[A-Z]+(?:_[A-Z0-9]+)+"
+)
 """A value that is the name of something, or a number."""
 _LEAST_ENTROPY = 2.8
 """Bits per character of a random value. English words and repeated characters have less."""
 
 _FORMS = {
-    "Private Key": r"-----BEGIN[ A-Z0-9]{0,30} PRIVATE KEY-----[\s\S]{1,20000}?(?:-----END[ A-Z0-9]{0,30} KEY-----|\Z)",
+    "Private Key": (
+        r"-----BEGIN[ A-Z0-9]{0,30} PRIVATE KEY-----[\s\S]{1,20000}?(?:-----END[ A-Z0-9]{0,30}"
+        r" KEY-----|\Z)"
+    ),
     "JSON Web Token": r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}",
     "Authorization": r"(?i)authorization\W{1,12}(?:bearer|basic|token)\s+([\w.~+/=:-]{12,})",
     "Cookie": r"(?i)cookie[\"']?\s*[:=]\s*[\"']?((?:[\w.-]+=[^\s;\"'\\]*;?\s?){1,50})",
-    "Value of an option": r"--[\w-]*(?:key|token|secret|password)\s+([^\s\"'`,;&<>(){}\[\]$\\]{12,})",
+    "Value of an option": (
+        r"--[\w-]*(?:key|token|secret|password)\s+([^\s\"'`,;&<>(){}\[\]$\\]{12,})"
+    ),
     "Password of .netrc": r"machine\s+\S+\s+login\s+\S+\s+password\s+(\S+)",
     "Password in a URL": r"(?<=://)[^\s/:@\"'<>\\]{1,100}:[^\s/@\"'<>\\]{3,1000}(?=@[\w.\[-])",
 }
-"""Kind -> pattern, of forms that detect-secrets has not, or has without their end. A group is the secret."""
+"""Kind -> pattern, of forms that detect-secrets has not, or has without their end. A group is the
+secret."""
 _PREFIXES = (
-    "sk- gsk_ xai- nvapi- r8_ pplx- fw_ tgp_v1_ lsv2_ hf_ AIza ya29. GOCSPX- github_pat_ glpat- dckr_pat_ dop_v1_ "
-    "doo_v1_ dapi hvs. hvb. lin_api_ npm_ shpat_ shpca_ shppa_ shpss_ ghp_ gho_ ghu_ ghs_ ghr_ xoxe-"
+    "sk- gsk_ xai- nvapi- r8_ pplx- fw_ tgp_v1_ lsv2_ hf_ AIza ya29. GOCSPX- github_pat_ glpat-"
+    " dckr_pat_ dop_v1_ doo_v1_ dapi hvs. hvb. lin_api_ npm_ shpat_ shpca_ shppa_ shpss_ ghp_ gho_"
+    " ghu_ ghs_ ghr_ xoxe-"
 )
 """Beginnings of tokens that say by it whose they are."""
 _NOT_USED = {
     *("BasicAuthDetector", "JwtTokenDetector", "PrivateKeyDetector"),
-    *("CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "IPPublicDetector", "SoftlayerDetector"),
+    *(
+        "CloudantDetector",
+        "IbmCloudIamDetector",
+        "IbmCosHmacDetector",
+        "IPPublicDetector",
+        "SoftlayerDetector",
+    ),
 }
-"""Detectors in place of which a form above is used, and others that take as long as all together, for names that are
-those of a value too."""
+"""Detectors in place of which a form above is used, and others that take as long as all together,
+for names that are those of a value too."""
 _SHORTEST = 20
 """Characters of the shortest key or token."""
 
-_INVISIBLE = re.compile("(?:\x1b|\\\\u001b|\\\\x1b|\\\\033)\\[[0-9;]*[A-Za-z]|[\u00ad\u200b-\u200f\u2060\ufeff]")
+_INVISIBLE = re.compile(
+    "(?:\x1b|\\\\u001b|\\\\x1b|\\\\033)\\[[0-9;]*[A-Za-z]|[\u00ad\u200b-\u200f\u2060\ufeff]"
+)
 """Colours of a terminal, also as a program writes them, and characters without a width."""
-_ESCAPE = re.compile(r"""\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(["'\\/nrtbf]))|%([0-9A-Fa-f]{2})""")
+_ESCAPE = re.compile(
+    r"""\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(["'\\/nrtbf]))|%([0-9A-Fa-f]{2})"""
+)
 _MEANT = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _LINE_END = re.compile(r"(?<=[\w+/=-]{4})[ \t]*\r?\n[ \t]*(?=[\w+/=.-]{4})")
 _AROUND = 200
-"""Characters on each side of what is replaced in a reading, between which a form is looked for again."""
+"""Characters on each side of what is replaced in a reading, between which a form is looked for
+again."""
 _MOST_ESCAPED = 3
 """Times that a text was escaped at most: arguments of a tool are JSON in JSON."""
 
@@ -93,7 +114,9 @@ class Reading:
     starts: tuple[int, ...] = ()
     origins: tuple[tuple[int, int], ...] = ()
 
-    def replaced(self, pattern: re.Pattern[str], meant: Callable[[re.Match[str]], str]) -> "Reading":
+    def replaced(
+        self, pattern: re.Pattern[str], meant: Callable[[re.Match[str]], str]
+    ) -> "Reading":
         """Return the text with each match replaced; the same object without a match."""
         parts: list[str] = []
         starts: list[int] = []
@@ -126,7 +149,8 @@ class Reading:
         return self.before.origin(self._place(first, start)[0], self._place(last, end - 1)[1])
 
     def windows(self) -> list[tuple[int, int]]:
-        """Return the parts around what is replaced: only there is a form that the text before has not."""
+        """Return the parts around what is replaced: only there is a form that the text before has
+        not."""
         if self.before is None:
             return [(0, len(self.text))]
         found: list[tuple[int, int]] = []
@@ -148,7 +172,8 @@ class Reading:
 
 
 def readings(text: str) -> list[Reading]:
-    """Return the ways to read a recorded text that differ: as it is, without escapes and colours, without line ends."""
+    """Return the ways to read a recorded text that differ: as it is, without escapes and colours,
+    without line ends."""
     found = [Reading(text)]
     for pattern in (*(_INVISIBLE, _ESCAPE) * _MOST_ESCAPED, _LINE_END):
         meant = found[-1].replaced(pattern, _meant)
@@ -180,7 +205,8 @@ def _forms() -> list[tuple[str, re.Pattern[str], int]]:
         found.append((kind, pattern, pattern.groups))
     for prefix in _PREFIXES.split():
         begin = re.escape(prefix)
-        # a pattern that begins with a text is found ten times as fast, so the look behind comes after it
+        # a pattern that begins with a text is found ten times as fast, so the look behind comes
+        # after it
         pattern = re.compile(rf"{begin}(?<![A-Za-z0-9]{begin})(?P<rest>[\w-]{{{_SHORTEST},}})")
         found.append((f"token ({prefix}...)", pattern, 0))
     detectors: dict[str, Any] = get_mapping_from_secret_type_to_class()
@@ -191,7 +217,8 @@ def _forms() -> list[tuple[str, re.Pattern[str], int]]:
 
 
 def _is_random(value: str) -> bool:
-    """Return True for a value that nobody would read as words: a path, a name or a number is none."""
+    """Return True for a value that nobody would read as words: a path, a name or a number is
+    none."""
     if _WORDS.fullmatch(value) or not (re.search(r"\d", value) and re.search(r"[A-Za-z]", value)):
         return False
     counts = Counter(value).values()
@@ -206,7 +233,8 @@ class Secrets:
         self._given = re.compile("|".join(map(re.escape, given)) or r"(?!)")
 
     def find(self, text: str) -> Iterator[tuple[str, int, int]]:
-        """Yield the kind, start and end of what is found in a text, in order. No two have a character in common."""
+        """Yield the kind, start and end of what is found in a text, in order. No two have a
+        character in common."""
         found = set()
         for reading in readings(text):
             for window in reading.windows():
@@ -245,14 +273,17 @@ class Secrets:
         return "".join([*parts, text[at:]])
 
     def redact_values(self, value: Any) -> Any:
-        """Return JSON values with their texts redacted, and the keys of objects that are not short words."""
+        """Return JSON values with their texts redacted, and the keys of objects that are not short
+        words."""
         if isinstance(value, str):
             return self.redact(value)
         if isinstance(value, list):
             return [self.redact_values(part) for part in value]
         if isinstance(value, dict):
             return {
-                name if name.isidentifier() and len(name) < _SHORTEST else self.redact(name): self.redact_values(part)
+                (
+                    name if name.isidentifier() and len(name) < _SHORTEST else self.redact(name)
+                ): self.redact_values(part)
                 for name, part in value.items()
             }
         return value
@@ -275,8 +306,11 @@ def find_in_run(run: Path, decode: Callable[[list[int]], str] | None) -> dict[st
     return {session_id: kinds for session_id, kinds in found.items() if kinds}
 
 
-def _texts(recorded: RecordedSession, decode: Callable[[list[int]], str] | None) -> Iterator[str | None]:
-    """Yield the texts that a session recorded. JSON stays as it is: a form is found within it too."""
+def _texts(
+    recorded: RecordedSession, decode: Callable[[list[int]], str] | None
+) -> Iterator[str | None]:
+    """Yield the texts that a session recorded. JSON stays as it is: a form is found within it
+    too."""
     calls = recorded.calls
     for call in calls:
         yield from (call.messages, call.reply, call.tools, call.sampling, call.error, call.path)

@@ -1,8 +1,9 @@
-"""Verification of a run folder: its files, the digests of its rows, and the invariants of its calls; and its repair.
+"""Verification of a run folder: its files, the digests of its rows, and the invariants of its
+calls; and its repair.
 
-The first pass reads all files. The second rebuilds the calls of one session after the other. Memory: the calls of one
-session, and the rows of all sessions. A repair cuts off an uncommitted tail and keeps it beside its file, and removes
-temporary files of dead processes.
+The first pass reads all files. The second rebuilds the calls of one session after the other.
+Memory: the calls of one session, and the rows of all sessions. A repair cuts off an uncommitted
+tail and keeps it beside its file, and removes temporary files of dead processes.
 """
 
 import errno
@@ -46,18 +47,23 @@ from rolltap.trainer.traces.tree import parents_first
 logger = logging.getLogger(__name__)
 
 Grade = Literal["damage", "repair", "notice"]
-"""`damage`: rows are lost, were changed, or break an invariant. `repair`: `--repair` removes it, and no row with it.
-`notice`: unusual, but no row is damaged."""
+"""`damage`: rows are lost, were changed, or break an invariant. `repair`: `--repair` removes it,
+and no row with it. `notice`: unusual, but no row is damaged."""
 FROM_A_COPY = "restore the file from a copy of the run if there is one; the other rows can be used"
-SALVAGE = "restore the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
+SALVAGE = (
+    "restore the file from a copy of the run, or save the other rows with `rolltap merge RUN --out"
+    " NEW`"
+)
 Verdict = Literal["ok", "needs repair", "damaged"]
 """`needs repair`: no row is damaged, and `--repair` removes what a failed or killed writer left."""
 _DISK_FULL = f"[Errno {errno.ENOSPC}]"
 """Text of an `OSError` for a full disk, as the events of refused requests have it."""
 _FAILED_COMMIT = 8
-"""Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`). A killed writer
-leaves a longer one."""
-_HIDDEN = re.compile(rf"\.(?:(?:{'|'.join(TABLES)})-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
+"""Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`).
+A killed writer leaves a longer one."""
+_HIDDEN = re.compile(
+    rf"\.(?:(?:{'|'.join(TABLES)})-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)"
+)
 """See `rolltap.addons.store.staging.hidden_name`."""
 MOST_MISSING = 10
 """Revisions that are named when more are missing."""
@@ -80,7 +86,9 @@ class Verification:
 
     sessions: int = 0
     """Sessions that have a call or a row, as `Run.summary` counts them."""
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("calls", "sessions", "events"), 0))
+    rows: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("calls", "sessions", "events"), 0)
+    )
     """Table -> number of rows that can be read. Other tables are there if they have rows."""
     findings: list[Finding] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
@@ -105,9 +113,9 @@ class Verification:
 def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verification:
     """Check a run folder. Without `repair`, no file is changed.
 
-    With `repair`, temporary files of dead processes are removed and uncommitted tails truncated before the check,
-    except in files that a process is writing. A tail is kept in a file beside its table file. Commits with a prefix are
-    kept, readable or not. Repairing is idempotent.
+    With `repair`, temporary files of dead processes are removed and uncommitted tails truncated
+    before the check, except in files that a process is writing. A tail is kept in a file beside its
+    table file. Commits with a prefix are kept, readable or not. Repairing is idempotent.
 
     Raises `RunError` when the folder is not a run, or has another schema version.
     """
@@ -131,7 +139,9 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
                 found.rows[table] = found.rows.get(table, 0) + batch.num_rows
                 for number, (row, fault) in enumerate(check_rows(table, batch)):
                     if fault is not None:
-                        found.findings.append(Finding("damage", f"{path.name}, byte {offset}", fault, SALVAGE))
+                        found.findings.append(
+                            Finding("damage", f"{path.name}, byte {offset}", fault, SALVAGE)
+                        )
                     if row is None:
                         unreadable.add(batch.column("session_id")[number].as_py())
                     elif table == "sessions":
@@ -148,36 +158,52 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
         names = [name for name in known if name is not None and name not in unreadable]
         for number, name in enumerate(names, start=1):
             found.findings += check_session(
-                run, name, sessions.get(name, []), list(calls.batches(name)), events.batches(name), salvaged=salvaged
+                run,
+                name,
+                sessions.get(name, []),
+                list(calls.batches(name)),
+                events.batches(name),
+                salvaged=salvaged,
             )
             if rendering is not None:
-                found.findings += check_replies(rebuild_calls(run, name, calls.batches(name)), rendering)
+                found.findings += check_replies(
+                    rebuild_calls(run, name, calls.batches(name)), rendering
+                )
             advance("sessions rebuilt", number, len(names))
     return found
 
 
 def load_rendering(metadata: Mapping[str, Any]) -> Any:
-    """Return the rendering of a run's model, which reads replies; None where it is not on this machine.
+    """Return the rendering of a run's model, which reads replies; None where it is not on this
+    machine.
 
     Nothing is downloaded, and a model of another tokenizer than the run's is none.
     """
     model = str(metadata.get("model"))
     try:
         known = Path(model, "tokenizer_config.json").is_file()
-        if not known and not isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str):
+        if not known and not isinstance(
+            try_to_load_from_cache(model, "tokenizer_config.json"), str
+        ):
             return None
         from rolltap.addons.prompts.rendering import Rendering
 
         how = (str(metadata.get(name) or "auto") for name in ("renderer", "tool_parser"))
         rendering = Rendering(model, *how)
-    except (ImportError, InputError, OSError, ValueError) as error:  # the name of a model may be any text
+    except (
+        ImportError,
+        InputError,
+        OSError,
+        ValueError,
+    ) as error:  # the name of a model may be any text
         logger.warning("replies are not compared with their tokens: %s", error)
         return None
     return rendering if rendering.digests.items() <= metadata.items() else None
 
 
 def check_replies(calls: Sequence[Call], rendering: Any) -> Iterator[Finding]:
-    """Yield a finding for each call of a session whose recorded reply is not what its tokens say."""
+    """Yield a finding for each call of a session whose recorded reply is not what its tokens
+    say."""
     from rolltap.addons.prompts.reply import is_sampled
 
     for conversation in rebuild_conversations(calls):
@@ -185,16 +211,21 @@ def check_replies(calls: Sequence[Call], rendering: Any) -> Iterator[Finding]:
         if reply is None or not call.dialect or call.violation or call.status != "completed":
             continue
         stop = call.parsed_sampling.get("stop") or []
-        sampled, _ = rendering.read(call.prompt_ids, call.completion_ids, conversation.tools or [], stop)
+        sampled, _ = rendering.read(
+            call.prompt_ids, call.completion_ids, conversation.tools or [], stop
+        )
         if not is_sampled(reply, sampled):
             where = f"session {call.session_id}, call {call.call_id}"
-            yield Finding("damage", where, "its reply is not what its tokens say", "do not run it again")
+            yield Finding(
+                "damage", where, "its reply is not what its tokens say", "do not run it again"
+            )
 
 
 def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:
     """Yield (row, fault) for each row of a batch. The fault is None for a sound row.
 
-    The row is None when one of its values cannot be converted to Python, and when it is none that a writer writes.
+    The row is None when one of its values cannot be converted to Python, and when it is none that a
+    writer writes.
     """
     for number in range(batch.num_rows):
         try:
@@ -215,14 +246,22 @@ def _check_file(reader: SegmentReader) -> Iterator[Finding]:
     if reader.uncommitted and is_held(reader.path):
         yield Finding("notice", reader.path.name, "a commit is being written")
     elif reader.uncommitted == _FAILED_COMMIT:
-        what = "a commit failed, for instance because the disk was full: its call was answered with an error"
+        what = (
+            "a commit failed, for instance because the disk was full: its call was answered with an"
+            " error"
+        )
         yield Finding("repair", reader.path.name, what, "--repair truncates its 8 bytes")
     elif reader.uncommitted:
         what = (
-            f"its last {reader.uncommitted} bytes are not a committed message: a killed process left them, or a "
-            "machine crash lost the commit's prefix"
+            f"its last {reader.uncommitted} bytes are not a committed message: a killed process"
+            " left them, or a machine crash lost the commit's prefix"
         )
-        yield Finding("repair", reader.path.name, what, "--repair truncates them and keeps them in a file beside it")
+        yield Finding(
+            "repair",
+            reader.path.name,
+            what,
+            "--repair truncates them and keeps them in a file beside it",
+        )
 
 
 def _check_leftovers(run: Path) -> Iterator[Finding]:
@@ -231,9 +270,14 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
             yield Finding("notice", path.name, "is being written")
         else:
             yield Finding(
-                "repair", path.name, "is a temporary file of a process that was killed", "--repair removes it"
+                "repair",
+                path.name,
+                "is a temporary file of a process that was killed",
+                "--repair removes it",
             )
-    for path in sorted(run.glob("[!.]*.arrow.cut-*")):  # appending one to its segment undoes the cut
+    for path in sorted(
+        run.glob("[!.]*.arrow.cut-*")
+    ):  # appending one to its segment undoes the cut
         what = f"has {path.lstat().st_size} bytes that a repair cut off: no reader reads them"
         yield Finding("notice", path.name, what, "remove it when no call is missing")
 
@@ -249,32 +293,41 @@ def check_session(
 ) -> Iterator[Finding]:
     """Yield the findings of one session: in its calls, in its own rows, and in its events.
 
-    A `salvaged` run is merged from damaged ones, and rows are missing. There a call with a missing ancestor is a
-    notice, not damage.
+    A `salvaged` run is merged from damaged ones, and rows are missing. There a call with a missing
+    ancestor is a notice, not damage.
     """
     where = f"session {session_id}"
     ids = Counter(call_id for batch in calls for call_id in batch.column("call_id").to_pylist())
     for call_id, times in ids.items():
         if times > 1:
             advice = "remove the calls-*.arrow file that is a copy of another"
-            yield Finding("damage", f"{where}, call {call_id}", f"it is recorded {times} times", advice)
+            yield Finding(
+                "damage", f"{where}, call {call_id}", f"it is recorded {times} times", advice
+            )
     if ids.total() == len(ids):
         yield from _check_calls(run, session_id, calls, salvaged)
     if rows:
         yield from check_session_rows(where, rows, salvaged=salvaged)
     elif ids:
-        yield Finding("notice", where, "has no row in sessions: its calls have no reward and no group")
+        yield Finding(
+            "notice", where, "has no row in sessions: its calls have no reward and no group"
+        )
     yield from _check_events(where, ids, events)
 
 
-def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], salvaged: bool) -> Iterator[Finding]:
+def _check_calls(
+    run: Path, session_id: str, batches: Sequence[pa.RecordBatch], salvaged: bool
+) -> Iterator[Finding]:
     recorded: dict[str, str | None] = {}
     for batch in batches:
         columns = (batch.column(name).to_pylist() for name in ("call_id", "violation"))
         recorded.update(zip(*columns, strict=True))
     # with the recorded violations removed, a violation means that the prompt cannot be rebuilt
     column = CALL_SCHEMA.get_field_index("violation")
-    unmarked = (batch.set_column(column, "violation", pa.nulls(batch.num_rows, pa.string())) for batch in batches)
+    unmarked = (
+        batch.set_column(column, "violation", pa.nulls(batch.num_rows, pa.string()))
+        for batch in batches
+    )
     calls = rebuild_calls(run, session_id, unmarked, check_digests=False)  # `check_rows` did
     recorded_parents = {call.call_id: call.parent_id for call in calls}
     orphaned: set[str] = set()
@@ -284,42 +337,66 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
     for call in calls:
         where = f"session {session_id}, call {call.call_id}"
         if call.violation and salvaged and call.call_id in orphaned:
-            yield Finding("notice", where, call.violation, "damaged rows were not merged: see left_behind in run.json")
+            yield Finding(
+                "notice",
+                where,
+                call.violation,
+                "damaged rows were not merged: see left_behind in run.json",
+            )
         elif call.violation:
             yield Finding("damage", where, call.violation, FROM_A_COPY)
         call.violation = recorded[call.call_id] or call.violation
         yield from _check_tokens(where, call)
         yield from check_times(where, call.started_at, call.first_token_at, call.finished_at)
     try:
-        trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions())
+        trace_session(
+            RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions()
+        )
     except LedgerError as error:
-        yield Finding("damage", f"session {session_id}", str(error), "please report it as a bug of rolltap")
+        yield Finding(
+            "damage", f"session {session_id}", str(error), "please report it as a bug of rolltap"
+        )
 
 
 def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
     if min(call.prompt_ids[call.prefix_length :], default=0) < 0:
         yield Finding("damage", where, "it has a negative token id", FROM_A_COPY)
     # a call without log-probabilities is left out of training anyway, marked or not
-    violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions) if call.logprobs else None
+    violation = (
+        find_violation(call.completion_ids, call.logprobs, call.weight_versions)
+        if call.logprobs
+        else None
+    )
     if violation and not call.violation:
-        yield Finding("damage", where, f"{violation}, and the call is not marked", "the call is not trained on anyway")
+        yield Finding(
+            "damage",
+            where,
+            f"{violation}, and the call is not marked",
+            "the call is not trained on anyway",
+        )
 
 
-def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]) -> Iterator[Finding]:
+def _check_events(
+    where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]
+) -> Iterator[Finding]:
     refused = 0
     for batch in events:
         columns = (batch.column(name).to_pylist() for name in ("kind", "call_id", "detail"))
         for kind, call_id, detail in zip(*columns, strict=True):
             refused += kind == "fault" and _DISK_FULL in (detail or "")
             if kind == "call_started" and call_id not in calls:
-                what = "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"
+                what = (
+                    "it was started, not recorded: it still runs, its recorder was killed, or the"
+                    " disk was full"
+                )
                 yield Finding("notice", f"{where}, call {call_id}", what)
     if refused:
         yield Finding("notice", where, f"the disk was full: {refused} requests were refused")
 
 
 def check_session_rows(where: str, rows: Sequence[Session], *, salvaged: bool) -> Iterator[Finding]:
-    """Yield the findings of the rows of one session. In a `salvaged` run revisions may be missing."""
+    """Yield the findings of the rows of one session. In a `salvaged` run revisions may be
+    missing."""
     for session in rows:
         yield from check_times(where, session.started_at, session.finished_at)
         if session.reward is not None and session.status in UNREWARDED:
@@ -330,7 +407,11 @@ def check_session_rows(where: str, rows: Sequence[Session], *, salvaged: bool) -
         if times > 1:
             advice = "remove the sessions-*.arrow file that is a copy of another"
             yield Finding("damage", where, f"it has {times} rows of revision {revision}", advice)
-    if missing := list(islice((number for number in range(max(revisions)) if number not in revisions), MOST_MISSING)):
+    if missing := list(
+        islice(
+            (number for number in range(max(revisions)) if number not in revisions), MOST_MISSING
+        )
+    ):
         grade: Grade = "notice" if salvaged else "damage"
         yield Finding(grade, where, f"its rows of the revisions {missing} are missing", FROM_A_COPY)
 
@@ -346,8 +427,8 @@ def check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
 def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the temporary files of a run, each with True when a process may still use it.
 
-    That is so when the file is locked, and when a process with the pid in its name is alive on this machine: it may be
-    about to lock the file.
+    That is so when the file is locked, and when a process with the pid in its name is alive on this
+    machine: it may be about to lock the file.
     """
     for path in sorted(run.iterdir()):
         if match := _HIDDEN.fullmatch(path.name):
@@ -355,7 +436,8 @@ def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def is_held(path: Path) -> bool:
-    """Return True when a process holds the lock of a file. Writers hold the lock of the file that they write."""
+    """Return True when a process holds the lock of a file. Writers hold the lock of the file that
+    they write."""
     with locked(path) as descriptor:
         return descriptor is None
 
@@ -371,7 +453,8 @@ def _is_alive(pid: int) -> bool:
 
 
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
-    """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is.
+    """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as
+    it is.
 
     The tail is kept in a file beside the segment, unless it is all zeros.
     """
@@ -387,7 +470,10 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
             where = f", and are in {kept.name}" if kept else ""
-            yield f"{path.name}: the last {reader.uncommitted} bytes were truncated: not a committed message{where}"
+            yield (
+                f"{path.name}: the last {reader.uncommitted} bytes were truncated: not a committed"
+                f" message{where}"
+            )
 
 
 def _keep(path: Path, start: int) -> Path:

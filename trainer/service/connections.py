@@ -1,4 +1,5 @@
-"""Connections of a service, of which anybody may open some: those that ask for nothing are closed, the oldest first."""
+"""Connections of a service, of which anybody may open some: those that ask for nothing are closed,
+the oldest first."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -14,8 +15,9 @@ MOST_WAITING = 1_000
 class Connection(H11Protocol):
     """A connection that waits for a request no longer than `HEADERS_SECONDS`.
 
-    When too many wait, or when there are as many as uvicorn's `limit_concurrency`, a new one takes the place of the one
-    that has waited longest. If none waits, uvicorn answers its request with 503.
+    When too many wait, or when there are as many as uvicorn's `limit_concurrency`, a new one takes
+    the place of the one that has waited longest. If none waits, uvicorn answers its request with
+    503.
     """
 
     waiting: ClassVar[dict["Connection", None]] = {}
@@ -62,6 +64,8 @@ class Connection(H11Protocol):
 
     def _end(self) -> None:
         if self.transport.get_write_buffer_size():
-            self._timer = self.loop.call_later(HEADERS_SECONDS, self._end)  # its last answer is still read
+            self._timer = self.loop.call_later(
+                HEADERS_SECONDS, self._end
+            )  # its last answer is still read
         else:
             self.transport.abort()

@@ -1,8 +1,9 @@
-"""The journal of a service: `service.jsonl` in the run folder, one event a line, in the order of their numbers.
+"""The journal of a service: `service.jsonl` in the run folder, one event a line, in the order of
+their numbers.
 
-The first line names the journal. Event N is line N + 1. A line is on the disk before anybody is told of it, and none is
-changed later, so a number stays the same event after a restart. A line that cannot be used keeps its number, and is set
-aside: nobody is told of it.
+The first line names the journal. Event N is line N + 1. A line is on the disk before anybody is
+told of it, and none is changed later, so a number stays the same event after a restart. A line that
+cannot be used keeps its number, and is set aside: nobody is told of it.
 """
 
 import asyncio
@@ -42,13 +43,15 @@ Event = dict[str, Any]
 class Journal:
     """The file of a run, for one service at a time.
 
-    The constructor removes a last line that was not written to its end. Raises `RunError` for a file that is not a
-    journal, and for one that another service has; and `OSError`.
+    The constructor removes a last line that was not written to its end. Raises `RunError` for a
+    file that is not a journal, and for one that another service has; and `OSError`.
     """
 
     def __init__(self, run: Path) -> None:
         self._path = run / JOURNAL
-        self._thread = ThreadPoolExecutor(1, "rolltap-journal")  # one: its order is that of the calls
+        self._thread = ThreadPoolExecutor(
+            1, "rolltap-journal"
+        )  # one: its order is that of the calls
         self._grown = asyncio.Event()
         self._ends = array("Q")
         """Byte offset of each line's end."""
@@ -56,7 +59,10 @@ class Journal:
         """Number of an event that cannot be used -> why."""
         run.mkdir(parents=True, exist_ok=True)
         if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
-            raise RunError(f"{self._path} is no regular file: put the journal itself there, or use a new folder")
+            raise RunError(
+                f"{self._path} is no regular file: put the journal itself there, or use a new"
+                " folder"
+            )
         with ExitStack() as stack:
             self._file = stack.enter_context(self._path.open("ab", buffering=0))
             if stack.enter_context(locked(self._path)) is None:
@@ -79,8 +85,11 @@ class Journal:
         return len(self._ends) - 1
 
     async def add(self, kind: str, **fields: Any) -> int:
-        """Append an event and return its number. It is on the disk then. Raises `OSError`; then there is no event."""
-        number = await finished_in(self._thread, self._write, {"kind": kind, "at": utc_now(), **fields})
+        """Append an event and return its number. It is on the disk then. Raises `OSError`; then
+        there is no event."""
+        number = await finished_in(
+            self._thread, self._write, {"kind": kind, "at": utc_now(), **fields}
+        )
         self._grown.set()
         self._grown = asyncio.Event()
         return number
@@ -130,14 +139,17 @@ class Journal:
         return f"{self._path}, line {number + 1} is set aside: {self.set_aside[number]}"
 
     async def follow(self, after: int) -> AsyncIterator[range]:
-        """Yield the numbers of the events after a number, a few at a time, for ever; none after a silence."""
+        """Yield the numbers of the events after a number, a few at a time, for ever; none after a
+        silence."""
         while True:
             grown = self._grown
             if after < len(self):
                 first = after + 1
                 after = min(len(self), after + _AT_ONCE)
                 yield range(first, after + 1)
-                await asyncio.sleep(0)  # others have their turn, and it is seen that a client has gone
+                await asyncio.sleep(
+                    0
+                )  # others have their turn, and it is seen that a client has gone
                 continue
             try:
                 await asyncio.wait_for(grown.wait(), SILENT_SECONDS)
@@ -149,14 +161,15 @@ class Journal:
         return f"{self.name}-{number}"
 
     def place(self, cursor: str | None) -> int:
-        """Return the number of a cursor; 0 for None. Raises `InputError` for one of another journal."""
+        """Return the number of a cursor; 0 for None. Raises `InputError` for one of another
+        journal."""
         if cursor is None:
             return 0
         name, _, number = cursor.rpartition("-")
         if name != self.name or not re.fullmatch(r"[0-9]{1,15}", number) or int(number) > len(self):
             raise InputError(
-                f"after = {cursor[:80]!r} is no cursor of this run, whose cursors are {self.name}-0 to "
-                f"{self.cursor(len(self))}: leave it out to read from the first event"
+                f"after = {cursor[:80]!r} is no cursor of this run, whose cursors are {self.name}-0"
+                f" to {self.cursor(len(self))}: leave it out to read from the first event"
             )
         return int(number)
 

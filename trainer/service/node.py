@@ -141,7 +141,9 @@ class ServiceNode:
                 return source.session, call
         raise RunError(f"{self._run} has no call of {source.session} at {source.until}")
 
-    async def _result(self, group: Group, sent: asyncio.Task[dict[int | None, str]]) -> dict[int | None, Session]:
+    async def _result(
+        self, group: Group, sent: asyncio.Task[dict[int | None, str]]
+    ) -> dict[int | None, Session]:
         await sent
         view: GroupView = await self._client.wait(group.group_id)
         if not view.sessions:  # none began, and the folder may have no run yet

@@ -246,7 +246,8 @@ class RecordedGroups:
         self._do(partial(self._end, name, result))
 
     def cancel_session(self, group: OpenGroup, place: str) -> None:
-        """Stop a session of an open group, by its id in the request. Its attempt is one of these."""
+        """Stop a session of an open group, by its id in the request. Its attempt is one of
+        these."""
         if self.runner is None or place not in group.begun:
             return
         name = SessionName.parse(group.begun[place])

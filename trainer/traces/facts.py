@@ -1,8 +1,8 @@
 """Facts of a session: counts, its fault and its budget, from the rows that the recorder wrote.
 
-`outcomes` says which failures are faults. The recorder refuses calls over a budget, and tells the harness as its
-API tells it. A harness may go on all the same: one whose prompt is too long compacts its history. So a budget has ended
-a session only if no later call was completed.
+`outcomes` says which failures are faults. The recorder refuses calls over a budget, and tells the
+harness as its API tells it. A harness may go on all the same: one whose prompt is too long compacts
+its history. So a budget has ended a session only if no later call was completed.
 """
 
 import os
@@ -17,23 +17,30 @@ from rolltap.addons.store.records import CallRole, CallStatus
 from rolltap.trainer.traces.reader import SessionRows
 
 _PAST_IT = (
-    "Its HTTP client must take user name and password from the proxy's URL, too. Node's own fetch uses the proxy with "
-    "Node 22.21, 24.5 or newer, and a base URL on loopback is never sent to it. `rolltap doctor -- COMMAND` tries a "
-    "program"
+    "Its HTTP client must take user name and password from the proxy's URL, too. Node's own fetch"
+    " uses the proxy with Node 22.21, 24.5 or newer, and a base URL on loopback is never sent to"
+    " it. `rolltap doctor -- COMMAND` tries a program"
 )
 """Causes that keep model calls away from the proxy."""
 DISTRUST = (
-    "The program does not trust the recorder's certificate. It reads none of the variables for certificates that "
-    "`rolltap env` prints: put the file of SSL_CERT_FILE where its own settings take a CA."
+    "The program does not trust the recorder's certificate. It reads none of the variables for"
+    " certificates that `rolltap env` prints: put the file of SSL_CERT_FILE where its own settings"
+    " take a CA."
 )
 """Advice after a connection whose TLS failed."""
 _PLACE_BYTES = 1 << 20
-_LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I)
+_LOOPBACK = re.compile(
+    r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I
+)
 
 
 def model_places(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return texts that may name the address of a program's model, by where they stand."""
-    places = {name: value for name, value in environment.items() if name.endswith(("BASE_URL", "API_BASE"))}
+    places = {
+        name: value
+        for name, value in environment.items()
+        if name.endswith(("BASE_URL", "API_BASE"))
+    }
     for word in command[1:]:
         if not os.path.isfile(word):
             continue
@@ -86,7 +93,9 @@ def find_fault(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | 
     own = [call for call in calls if call.role != "auxiliary"]
     if not any(call.sampled for call in own or calls):
         if not faults and any(event.kind == "budget" for event in events):
-            return None  # the first prompt was over the budget: another attempt would be refused too
+            return (
+                None  # the first prompt was over the budget: another attempt would be refused too
+            )
         if not calls and not faults and not lost:
             return _why_no_call(events)
         why = f": {_newest(faults).detail}" if faults else ""
@@ -101,7 +110,8 @@ def find_fault(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | 
 
 
 def failed_tls(kind: str, detail: str) -> bool:
-    """Return True for the event of a connection whose TLS failed, as the addon of the egress writes it."""
+    """Return True for the event of a connection whose TLS failed, as the addon of the egress writes
+    it."""
     return kind == "refused" and "TLS failed: " in detail
 
 
@@ -117,7 +127,10 @@ def _why_no_call(events: Sequence[EventFact]) -> str:
         return f"no model call came: {last.host}: {last.detail}. {DISTRUST}"
     if others := [event for event in events if event.kind == "refused" and event.method]:
         last = _newest(others)
-        return f"no model call came, only other requests: {last.method} {last.host}{last.path}. {_PAST_IT}"
+        return (
+            f"no model call came, only other requests: {last.method} {last.host}{last.path}."
+            f" {_PAST_IT}"
+        )
     return f"no model call came: did the program use the proxy? {_PAST_IT}"
 
 
@@ -135,11 +148,15 @@ def _is_side_question(fault: EventFact, roles: Mapping[str, CallRole]) -> bool:
 
 def _recovered(fault: EventFact, role: CallRole | None, calls: Sequence[CallFact]) -> bool:
     enough = {"agent", role} if role is not None else {"agent", "subagent", "compaction"}
-    return any(call.status == "completed" and call.started_at > fault.at and call.role in enough for call in calls)
+    return any(
+        call.status == "completed" and call.started_at > fault.at and call.role in enough
+        for call in calls
+    )
 
 
 def find_budget(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
-    """Return the newest budget that ended a session whose calls have ended, in words; None when none did."""
+    """Return the newest budget that ended a session whose calls have ended, in words; None when
+    none did."""
     refused = [event for event in events if event.kind == "budget"]
     if not refused:
         return None
@@ -149,25 +166,39 @@ def find_budget(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str |
 
 
 def find_divergence(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
-    """Return why a fork did not come to the call at which it samples, in words; None when it did, and after a fault."""
+    """Return why a fork did not come to the call at which it samples, in words; None when it did,
+    and after a fault."""
     kinds = {event.kind for event in events}
-    ended = "diverged: it ended before the call at which it forks" if "rerun" in kinds and not calls else None
-    return None if "fault" in kinds else next((event.detail for event in events if event.kind == "diverged"), ended)
+    ended = (
+        "diverged: it ended before the call at which it forks"
+        if "rerun" in kinds and not calls
+        else None
+    )
+    return (
+        None
+        if "fault" in kinds
+        else next((event.detail for event in events if event.kind == "diverged"), ended)
+    )
 
 
 class Facts(NamedTuple):
     """Facts of a session whose calls have ended.
 
     Attributes:
-        fault: The failure of the engine, the recorder or the machine, in words; None when there is none.
+        fault: The failure of the engine, the recorder or the machine, in words; None when there is
+            none.
         budget: The budget that ended it, in words; None when none did.
         completed_calls: Number of completed model calls.
         calls: Number of all recorded model calls.
-        uncaptured: Number of requests that look like model calls and were not answered, as far as they are told.
-        refusals: Number of requests that were refused, as far as the recorder tells each: an event may stand for many.
-        unreadable: Why a call with tools was refused, when the model's tool calls cannot be read; None when none was.
+        uncaptured: Number of requests that look like model calls and were not answered, as far as
+            they are told.
+        refusals: Number of requests that were refused, as far as the recorder tells each: an event
+            may stand for many.
+        unreadable: Why a call with tools was refused, when the model's tool calls cannot be read;
+            None when none was.
         diverged: Why a fork did not come to the call at which it forks, in words; None when it did.
-        permanent: True when the session could not be run, and no retry can be before its task or preset is fixed.
+        permanent: True when the session could not be run, and no retry can be before its task or
+            preset is fixed.
     """
 
     fault: str | None = None
@@ -182,7 +213,8 @@ class Facts(NamedTuple):
 
 
 def session_facts(rows: SessionRows, session_id: str) -> Facts:
-    """Return the facts of a session whose calls have ended. Raises `RunError` and `OSError` of the folder."""
+    """Return the facts of a session whose calls have ended. Raises `RunError` and `OSError` of the
+    folder."""
     calls = [
         CallFact(call_id, role, status, started_at, len(completion_ids or ()))
         for call_id, role, status, started_at, completion_ids in rows.of(

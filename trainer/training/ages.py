@@ -1,7 +1,8 @@
 """The age of weights: how many steps they are older than those that a step trains.
 
-A version has the number of its optimizer steps, of which a step has as many as `grpo.num_iterations`. So ages are in
-optimizer steps, and `TraceOptions.max_staleness` too; metrics have them in steps.
+A version has the number of its optimizer steps, of which a step has as many as
+`grpo.num_iterations`. So ages are in optimizer steps, and `TraceOptions.max_staleness` too; metrics
+have them in steps.
 """
 
 from collections import Counter
@@ -16,16 +17,18 @@ from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 
 
 def is_older(version: str | None, options: TraceOptions) -> bool:
-    """Return True for weights that are too old for the step of `options.weights`; False for those of another run."""
+    """Return True for weights that are too old for the step of `options.weights`; False for those
+    of another run."""
     age = options.weights.age(version) if options.weights and version else None
     return age is not None and age > options.max_staleness
 
 
 def is_stale(reader: SessionReader, group: Sequence[Session], options: TraceOptions) -> bool:
-    """Return True for a group of which age leaves no token to train, whatever its rewards, experts and scores.
+    """Return True for a group of which age leaves no token to train, whatever its rewards, experts
+    and scores.
 
-    A group is stale too if it is empty, or if all its sessions were cancelled, because none can have a reward. Raises
-    as `trace_session`.
+    A group is stale too if it is empty, or if all its sessions were cancelled, because none can
+    have a reward. Raises as `trace_session`.
     """
     if all(session.status == "cancelled" for session in group):
         return True
@@ -39,8 +42,11 @@ def is_stale(reader: SessionReader, group: Sequence[Session], options: TraceOpti
     return True
 
 
-def other_weights(reader: SessionReader, session_ids: Collection[str], options: TraceOptions) -> Counter[str]:
-    """Return version -> tokens of the sessions, for weights that no rollout of the step could have begun with."""
+def other_weights(
+    reader: SessionReader, session_ids: Collection[str], options: TraceOptions
+) -> Counter[str]:
+    """Return version -> tokens of the sessions, for weights that no rollout of the step could have
+    begun with."""
     tokens = Counter[str]()
     if options.weights is None:
         return tokens
@@ -62,10 +68,13 @@ def token_ages(batch: TraceBatch, weights: Version) -> Counter[int]:
     return ages
 
 
-def age_metrics(batch: TraceBatch, ages: Counter[int], *, iterations: int, max_staleness: int) -> dict[str, float]:
+def age_metrics(
+    batch: TraceBatch, ages: Counter[int], *, iterations: int, max_staleness: int
+) -> dict[str, float]:
     """Return the metrics of the ages of a batch's tokens, and the share that is too old.
 
-    `age/share/N` is the share of the tokens in traces whose weights are N steps old. `max_staleness` is the recipe's.
+    `age/share/N` is the share of the tokens in traces whose weights are N steps old.
+    `max_staleness` is the recipe's.
     """
     tokens = max(1, ages.total())
     steps = Counter[int]()

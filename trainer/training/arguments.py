@@ -1,4 +1,5 @@
-"""A recipe's arguments for TRL, PEFT and the recorder, and its checkpoints. All is checked before anything starts."""
+"""A recipe's arguments for TRL, PEFT and the recorder, and its checkpoints. All is checked before
+anything starts."""
 
 import difflib
 import inspect
@@ -30,12 +31,14 @@ from rolltap.trainer.training.step.config import (
 from rolltap.trainer.training.step.routing import Replay
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for `--max-lora-rank`: the last is the largest of an adapter. vLLM 0.32."""
-_ABSENT = """
-    use_dora lora_bias modules_to_save trainable_token_indices layer_replication alora_invocation_tokens use_bdlora
-    use_qalora
+"""Values that vLLM takes for `--max-lora-rank`: the last is the largest of an adapter. vLLM 0.32.
 """
-"""Fields of PEFT's `LoraConfig` that vLLM does not know or refuses. Source: vLLM 0.32, `PEFTHelper`."""
+_ABSENT = """
+    use_dora lora_bias modules_to_save trainable_token_indices layer_replication
+    alora_invocation_tokens use_bdlora use_qalora
+"""
+"""Fields of PEFT's `LoraConfig` that vLLM does not know or refuses. Source: vLLM 0.32,
+`PEFTHelper`."""
 _UNSERVED: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_ABSENT.split(), bool),
     **CHANGE_BASE,
@@ -45,7 +48,8 @@ _UNSERVED: Mapping[str, Callable[[Any], bool]] = {
 
 
 def require_servable(lora: Mapping[str, Any]) -> None:
-    """Raise `InputError` for arguments of `LoraConfig` whose adapter vLLM does not serve. Their types are right."""
+    """Raise `InputError` for arguments of `LoraConfig` whose adapter vLLM does not serve. Their
+    types are right."""
     for key, value in lora.items():
         if key in _UNSERVED and _UNSERVED[key](value):
             what = f"vLLM does not serve an adapter with lora.{key} = {value!r}"
@@ -68,7 +72,8 @@ def remove_incomplete(folder: Path, limit: int | None = None) -> Path | None:
 
 
 def _whole(checkpoint: Path) -> bool:
-    # `Checkpoints` writes trainer_state.json after all other files, and no beginning of a JSON object is JSON
+    # `Checkpoints` writes trainer_state.json after all other files, and no beginning of a JSON
+    # object is JSON
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
     except (OSError, ValueError):
@@ -86,9 +91,12 @@ def check_arguments(
     engines: int | None = None,
     nodes: int | None = None,
 ) -> None:
-    """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can start with, and for
-    other numbers than the table [machine] gives. A number is None where there are no engines, or no start."""
-    _check_machine(recipe.machine or Machine(), {"nodes": nodes, "processes": processes, "engines": engines})
+    """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can
+    start with, and for other numbers than the table [machine] gives. A number is None where there
+    are no engines, or no start."""
+    _check_machine(
+        recipe.machine or Machine(), {"nodes": nodes, "processes": processes, "engines": engines}
+    )
     args = training_arguments(recipe, Path("run"), 0)
     model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
     add_adapter(recipe, model)
@@ -99,8 +107,9 @@ def check_arguments(
     check_model(model, args.beta)
     if recipe.publish == "lora" and merge_again(model):
         raise InputError(
-            "vLLM does not serve an adapter on parameters, such as the experts of a layer: set "
-            'lora.target_modules to linear layers, such as those of attention, or publish = "checkpoint"'
+            "vLLM does not serve an adapter on parameters, such as the experts of a layer: set"
+            " lora.target_modules to linear layers, such as those of attention, or publish ="
+            ' "checkpoint"'
         )
 
 
@@ -122,7 +131,8 @@ def _check_machine(machine: Machine, numbers: Mapping[str, int | None]) -> None:
 
 
 def dtype_of(recipe: Recipe) -> Dtype:
-    """Return the type of the weights: the recipe's, or bfloat16 on a CUDA GPU and float32 without one."""
+    """Return the type of the weights: the recipe's, or bfloat16 on a CUDA GPU and float32 without
+    one."""
     if recipe.dtype is not None:
         return recipe.dtype
     if torch.cuda.is_available() and not recipe.grpo.get("use_cpu", False):
@@ -137,17 +147,20 @@ def require_rows(recipe: Recipe, rows: int, what: str) -> None:
 
 
 _LENGTHS = (
-    "the longest reply is max_tokens of recorder.rolltap_sampling, the longest trace the recipe's max_tokens, "
-    "and a session's tokens are budget.tokens"
+    "the longest reply is max_tokens of recorder.rolltap_sampling, the longest trace the recipe's"
+    " max_tokens, and a session's tokens are budget.tokens"
 )
 _ELSEWHERE = {
     **dict.fromkeys(["max_steps", "num_train_epochs"], "write the recipe's key steps"),
     **dict.fromkeys(["save_steps", "save_strategy"], "write the recipe's key save_steps"),
     **dict.fromkeys(["num_generations", "num_generations_eval"], "write the recipe's key sessions"),
-    **dict.fromkeys(["generation_batch_size", "steps_per_generation"], "write the recipe's key groups_per_step"),
+    **dict.fromkeys(
+        ["generation_batch_size", "steps_per_generation"], "write the recipe's key groups_per_step"
+    ),
     **dict.fromkeys(
         ["per_device_train_batch_size", "per_device_eval_batch_size"],
-        "write the recipe's keys groups_per_step and sessions, and grpo.gradient_accumulation_steps",
+        "write the recipe's keys groups_per_step and sessions, and"
+        " grpo.gradient_accumulation_steps",
     ),
     **dict.fromkeys(["bf16", "fp16"], "write the recipe's key dtype: bfloat16 (bf16) or float32"),
     "output_dir": "give --out",
@@ -158,7 +171,8 @@ _ELSEWHERE = {
 
 
 def _require_used(grpo: Mapping[str, Any]) -> None:
-    """Raise `InputError` for a key of [grpo] that would do nothing, also when its value is TRL's default."""
+    """Raise `InputError` for a key of [grpo] that would do nothing, also when its value is TRL's
+    default."""
     for key, value in grpo.items():
         what = f"grpo.{key} = {value!r}"
         if key in _ELSEWHERE:
@@ -172,7 +186,8 @@ def _require_used(grpo: Mapping[str, Any]) -> None:
 
 
 def training_arguments(recipe: Recipe, run: Path, seed: int) -> TraceGRPOConfig:
-    """Return TRL's arguments: the recipe's, and those that follow from it. Raises `InputError` for what TRL refuses."""
+    """Return TRL's arguments: the recipe's, and those that follow from it. Raises `InputError` for
+    what TRL refuses."""
     set_here: dict[str, Any] = {
         "output_dir": str(run / CHECKPOINTS),
         "max_steps": recipe.steps * recipe.iterations,
@@ -204,14 +219,17 @@ def model_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def lora_config(recipe: Recipe, model: Any) -> LoraConfig | None:
-    """Return the configuration of the recipe's adapter on the text part of `model`, or None. Raises `InputError`."""
+    """Return the configuration of the recipe's adapter on the text part of `model`, or None. Raises
+    `InputError`."""
     if not recipe.lora:
         return None
     _check_names("lora", LoraConfig, recipe.lora)
     types = get_type_hints(LoraConfig)
     for key, value in recipe.lora.items():
         if key == "init_lora_weights" and isinstance(value, str):
-            value = re.sub(r"pissa_niter_\d+$", "pissa", value)  # PEFT reads any number of iterations
+            value = re.sub(
+                r"pissa_niter_\d+$", "pissa", value
+            )  # PEFT reads any number of iterations
             if value in ("corda", "eva", "lora_ga"):
                 what = f"lora.{key} = {value!r} needs a pass over data before the training"
                 raise InputError(f"{what}: choose another")
@@ -233,7 +251,8 @@ def lora_config(recipe: Recipe, model: Any) -> LoraConfig | None:
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's sampling parameters, with the trainer's temperature, and all others neutral.
+    """Return the recipe's sampling parameters, with the trainer's temperature, and all others
+    neutral.
 
     Raises `InputError` if two temperatures differ, and for parameters that would bias the loss.
     """
@@ -241,35 +260,39 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
     try:
         own = TypeAdapter(dict[str, Any]).validate_json(str(text))
     except ValidationError as error:
-        raise InputError(f"recorder.rolltap_sampling = {text!r}: give one JSON object as text") from error
+        raise InputError(
+            f"recorder.rolltap_sampling = {text!r}: give one JSON object as text"
+        ) from error
     temperature = recipe.grpo.get("temperature", 1.0)
     require_unbiased("recorder.rolltap_sampling samples", own, temperature, "remove it")
     return {**NEUTRAL_SAMPLING, **own, "temperature": temperature}
 
 
 def require_unbiased(what: str, sampled: Mapping[str, Any], temperature: float, fix: str) -> None:
-    """Raise `InputError` for parameters with which tokens are not independent samples of the policy at a temperature.
+    """Raise `InputError` for parameters with which tokens are not independent samples of the policy
+    at a temperature.
 
     `what` is the beginning of the message, up to the verb.
     """
     given = sampled.get("temperature", temperature)
     if given != temperature:
         raise InputError(
-            f"{what} at temperature {given!r}, but grpo.temperature is {temperature!r}: the trainer would divide the "
-            "logits by another number than the engine did"
+            f"{what} at temperature {given!r}, but grpo.temperature is {temperature!r}: the trainer"
+            " would divide the logits by another number than the engine did"
         )
     neutral = {**NEUTRAL_SAMPLING, "seed": None, "temperature": temperature}
     for key, usual in neutral.items():
         value = sampled.get(key, usual)
         if value != usual and (key, value) != ("top_k", -1):  # which is vLLM's as well
             raise InputError(
-                f"{what} with {key} = {value!r}: the loss would be biased, because tokens are not sampled by the "
-                f"probabilities that are trained; {fix}"
+                f"{what} with {key} = {value!r}: the loss would be biased, because tokens are not"
+                f" sampled by the probabilities that are trained; {fix}"
             )
 
 
 def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:
-    """Raise `InputError` for a key that is no argument of `kind`, with the argument that resembles it."""
+    """Raise `InputError` for a key that is no argument of `kind`, with the argument that resembles
+    it."""
     known = list(inspect.signature(kind).parameters)
     for key in sorted(values.keys() - known):
         near = difflib.get_close_matches(key, known, 1)
@@ -281,7 +304,8 @@ def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:
 
 
 def add_adapter(recipe: Recipe, model: Any) -> None:
-    """Add the recipe's adapter, if any, to a model on the meta device. Raises `InputError` if it does not fit."""
+    """Add the recipe's adapter, if any, to a model on the meta device. Raises `InputError` if it
+    does not fit."""
     if not (config := lora_config(recipe, model)):
         return
     init, config.init_lora_weights = (

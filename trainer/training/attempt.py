@@ -1,4 +1,5 @@
-"""`training.json` in the run folder: the name of the training, its starts, and the values that decide its steps."""
+"""`training.json` in the run folder: the name of the training, its starts, and the values that
+decide its steps."""
 
 import json
 import secrets
@@ -30,10 +31,14 @@ _FREE_FIELDS = """
 """Patterns of arguments that say how a step is computed, logged and saved, not which step it is."""
 
 
-def online_fingerprint(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int) -> dict[str, Any]:
-    """Return what decides the steps of an online training: key -> JSON value, or the digest of a long one.
+def online_fingerprint(
+    recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int
+) -> dict[str, Any]:
+    """Return what decides the steps of an online training: key -> JSON value, or the digest of a
+    long one.
 
-    Of folders that a task names the content counts. Raises `InputError` for one that cannot be read.
+    Of folders that a task names the content counts. Raises `InputError` for one that cannot be
+    read.
     """
     values = _fingerprint(recipe, seed)
     values["kind"] = "online"
@@ -49,7 +54,9 @@ def online_fingerprint(recipe: Recipe, tasks: Sequence[Task], harness: Harness, 
     return values
 
 
-def offline_fingerprint(recipe: Recipe, groups: Sequence[Sequence[object]], seed: int) -> dict[str, Any]:
+def offline_fingerprint(
+    recipe: Recipe, groups: Sequence[Sequence[object]], seed: int
+) -> dict[str, Any]:
     """Return what decides the steps of an offline training. `groups` are its rows, as JSON."""
     values = _fingerprint(recipe, seed)
     values["kind"] = "offline"
@@ -60,7 +67,9 @@ def offline_fingerprint(recipe: Recipe, groups: Sequence[Sequence[object]], seed
 def _fingerprint(recipe: Recipe, seed: int) -> dict[str, Any]:
     grpo = recipe.grpo
     values: dict[str, Any] = {"seed": seed, "model": str(recipe.model), "dtype": dtype_of(recipe)}
-    values |= recipe.model_dump(include={"groups_per_step", "strategy", "roles", "max_tokens", "suspicious"})
+    values |= recipe.model_dump(
+        include={"groups_per_step", "strategy", "roles", "max_tokens", "suspicious"}
+    )
     is_part_of_all = 0 < grpo.get("warmup_steps", 0) < 1
     if grpo.get("lr_scheduler_type") not in _CONSTANT or is_part_of_all:
         values["steps"] = recipe.steps
@@ -81,9 +90,14 @@ def _table(name: str, values: Mapping[str, Any], free: Collection[str] = ()) -> 
     return kept
 
 
-def require_same_fingerprint(where: object, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise `InputError`, which names the keys, unless a training is started with the values that are `known`."""
-    differ = [key for key in known.keys() | given.keys() if _json(known.get(key)) != _json(given.get(key))]
+def require_same_fingerprint(
+    where: object, known: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Raise `InputError`, which names the keys, unless a training is started with the values that
+    are `known`."""
+    differ = [
+        key for key in known.keys() | given.keys() if _json(known.get(key)) != _json(given.get(key))
+    ]
     if "kind" in differ:
         differ = ["kind"]
     if not differ:
@@ -100,7 +114,10 @@ def _named(known: Mapping[str, Any], key: str) -> str:
         return f"{key} (it was not given)"
     value = _json(known[key])
     if key == "steps":
-        return f"steps (it was {value}, and the learning rates follow from it unless lr_scheduler_type is constant)"
+        return (
+            f"steps (it was {value}, and the learning rates follow from it unless lr_scheduler_type"
+            " is constant)"
+        )
     if value.startswith(f'"{_DIGEST}'):
         return key
     return f"{key} (it was {value})"
@@ -128,13 +145,15 @@ class Attempt:
 
 @contextmanager
 def claimed_attempt(run: Path, fingerprint: Mapping[str, Any]) -> Iterator[Attempt]:
-    """Count a start of the training on the folder `run`, and yield it. No other start ever gets the same attempt.
+    """Count a start of the training on the folder `run`, and yield it. No other start ever gets the
+    same attempt.
 
-    The first start keeps the `fingerprint`. The count is on the disk when the block begins, in which no other training
-    can start on the folder.
+    The first start keeps the `fingerprint`. The count is on the disk when the block begins, in
+    which no other training can start on the folder.
 
-    Raises `InputError` when the first start had another fingerprint; `RunError` when another training is running, and
-    when `training.json` is damaged, or missing beside checkpoints; and `OSError`.
+    Raises `InputError` when the first start had another fingerprint; `RunError` when another
+    training is running, and when `training.json` is damaged, or missing beside checkpoints; and
+    `OSError`.
     """
     run.mkdir(parents=True, exist_ok=True)
     path = run / TRAINING_FILE
@@ -148,26 +167,37 @@ def claimed_attempt(run: Path, fingerprint: Mapping[str, Any]) -> Iterator[Attem
 
 
 def require_shared(run: Path, attempt: Attempt) -> None:
-    """Raise `InputError` unless this process, on whatever machine, sees the folder `run` of the attempt."""
+    """Raise `InputError` unless this process, on whatever machine, sees the folder `run` of the
+    attempt."""
     path = run / TRAINING_FILE
     if not path.exists() or f'"{attempt.run}"' not in path.read_text():
-        raise InputError(f"{run.absolute()} is not that of the first process: all nodes must share it, under one path")
+        raise InputError(
+            f"{run.absolute()} is not that of the first process: all nodes must share it, under one"
+            " path"
+        )
 
 
 def _next_attempt(path: Path, fingerprint: Mapping[str, Any]) -> Attempt:
     try:
         with locked(path) as free:
             if free is None:
-                raise RunError(f"another training is running on {path.parent}: wait until it has ended, or stop it")
+                raise RunError(
+                    f"another training is running on {path.parent}: wait until it has ended, or"
+                    " stop it"
+                )
             known = json.loads(path.read_text())
         attempt = Attempt(known["run"], known["starts"])
         if Version.parse(str(attempt.version(0))) != attempt.version(0):
-            raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
+            raise ValueError(
+                f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}"
+            )
         before: dict[str, Any] = dict(known["begun"])
     except FileNotFoundError as error:
         checkpoint = last_checkpoint(path.parent / CHECKPOINTS)
         if checkpoint is not None:
-            raise RunError(f"{checkpoint} exists, but not {path}, which says whose it is: train elsewhere") from error
+            raise RunError(
+                f"{checkpoint} exists, but not {path}, which says whose it is: train elsewhere"
+            ) from error
         return Attempt(secrets.token_hex(4), 0)
     except (ValueError, LookupError, TypeError) as error:
         raise RunError(f"{path} is damaged ({error}): train into a new folder") from error

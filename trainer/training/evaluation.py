@@ -1,8 +1,9 @@
 """The evaluations of a training: held-out tasks, rolled out with the weights of a step.
 
-Their sessions are recorded in `evaluation`, a run folder of its own in that of the training, which no training reads.
-They sample as the recipe's table [evaluation] says, by the `policy.json` of when the evaluation begins. Whatever runs
-the sessions of the training runs them too: their groups have the mark `evaluates`.
+Their sessions are recorded in `evaluation`, a run folder of its own in that of the training, which
+no training reads. They sample as the recipe's table [evaluation] says, by the `policy.json` of when
+the evaluation begins. Whatever runs the sessions of the training runs them too: their groups have
+the mark `evaluates`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,8 @@ from rolltap.trainer.training.steps import FinishedSessions, step_group
 
 
 class Evaluations:
-    """The evaluations of a training into the folder `run`, on the main process; none without the recipe's table."""
+    """The evaluations of a training into the folder `run`, on the main process; none without the
+    recipe's table."""
 
     def __init__(self, recipe: Recipe, run: Path, say: Callable[[str], object]) -> None:
         self.tasks: Sequence[Task] = ()
@@ -46,7 +48,8 @@ class Evaluations:
         """Steps whose evaluation this start has begun."""
 
     def check(self, worker: Worker | ServiceWorker, tasks: Sequence[Task]) -> None:
-        """Check the held-out tasks, and build their images. `worker` runs these `tasks` of the training too.
+        """Check the held-out tasks, and build their images. `worker` runs these `tasks` of the
+        training too.
 
         Says which tasks are trained too. Raises as `Worker.fit`.
         """
@@ -64,7 +67,8 @@ class Evaluations:
         self.tasks = run_blocking(worker.build(held_out))
 
     def begin(self, version: Version, *, last: bool = False) -> list[Group]:
-        """Return the groups to run with the published weights `version`: see `missing`. None are returned twice."""
+        """Return the groups to run with the published weights `version`: see `missing`. None are
+        returned twice."""
         missing = self.missing(version, last=last)
         if missing:
             self._begun.add(version.step)
@@ -75,7 +79,8 @@ class Evaluations:
         return missing
 
     def missing(self, version: Version, *, last: bool = False) -> list[Group]:
-        """Return the groups of an evaluation that is due and has not begun, with the sessions that have not ended."""
+        """Return the groups of an evaluation that is due and has not begun, with the sessions that
+        have not ended."""
         is_due = last or version.step % (self._table.every * self._recipe.iterations) == 0
         if not is_due or not self.tasks or version.step in self._begun:
             return []
@@ -88,18 +93,24 @@ class Evaluations:
         return groups
 
     def metrics(self, version: Version) -> dict[str, float]:
-        """Return the metrics of the weights `version` by name, and say the first ones; none without an evaluation.
+        """Return the metrics of the weights `version` by name, and say the first ones; none without
+        an evaluation.
 
-        They are of the sessions that the run folder has, of whatever start of the training. Sessions without a reward
-        do not count. Each task has the same weight.
+        They are of the sessions that the run folder has, of whatever start of the training.
+        Sessions without a reward do not count. Each task has the same weight.
 
-        - `eval/step`: number of optimizer steps that made the weights; `eval/sessions`: number of sessions.
-        - `eval/reward`, `eval/reward/task/ID` (of at most `MOST_TASKS` tasks), `eval/reward/harness/NAME`.
-        - `eval/pass@K`, `eval/pass^K`: see `PassRow`; with `_low` and `_high` the ends of the interval of 95 %.
+        - `eval/step`: number of optimizer steps that made the weights; `eval/sessions`: number of
+          sessions.
+        - `eval/reward`, `eval/reward/task/ID` (of at most `MOST_TASKS` tasks),
+          `eval/reward/harness/NAME`.
+        - `eval/pass@K`, `eval/pass^K`: see `PassRow`; with `_low` and `_high` the ends of the
+          interval of 95 %.
         """
         if not self.tasks:
             return {}
-        sessions = [each for each in self._ended(version).values() if session_reward(each) is not None]
+        sessions = [
+            each for each in self._ended(version).values() if session_reward(each) is not None
+        ]
         if not sessions:
             if version.step in self._begun:
                 number = len(self.tasks) * self._table.sessions
@@ -132,7 +143,8 @@ class Evaluations:
         return metrics
 
     def append(self, version: Version, step: int) -> None:
-        """Append the metrics of weights to the file after a step, unless it has them. Raises `RunError`, `OSError`."""
+        """Append the metrics of weights to the file after a step, unless it has them. Raises
+        `RunError`, `OSError`."""
         path = self._run / METRICS
         if any(line.get("eval/step") == version.step for line in read_metrics(path)):
             return
@@ -141,7 +153,8 @@ class Evaluations:
             append_metrics(path, step, metrics)
 
     def _all(self, version: Version) -> list[Group]:
-        """Return a group of each task. Its id is of no training group, not even of one of the same task."""
+        """Return a group of each task. Its id is of no training group, not even of one of the same
+        task."""
         groups = []
         for task in self.tasks:
             group = step_group(version, 0, task, self._table.sessions, EVALUATION)
@@ -149,7 +162,8 @@ class Evaluations:
         return groups
 
     def _ended(self, version: Version) -> Mapping[str, Session]:
-        """Return the sessions that need not be tried again, by the ids that they have in the version's attempt."""
+        """Return the sessions that need not be tried again, by the ids that they have in the
+        version's attempt."""
         ended: dict[str, Session] = {}
         if not (self._run / EVALUATION / RUN_FILE).exists():  # the first one begins
             return ended

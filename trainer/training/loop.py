@@ -1,12 +1,13 @@
 """The loop of a training: ask a source for the batch of a step, train on it, and again.
 
-TRL's trainer drives it. `OnlineTraces` publishes the weights and rolls out, `RecordedTraces` reads recorded runs. A
-stopped training resumes from its last checkpoint. All steps after it are taken again, with the same sessions. Nothing
-else decides on a step: its tasks are a function of the seed and the step, and the checkpoint holds the weights, the
-optimizer and the scheduler. Settings that decide on a step are refused to change (`require_same_fingerprint`).
+TRL's trainer drives it. `OnlineTraces` publishes the weights and rolls out, `RecordedTraces` reads
+recorded runs. A stopped training resumes from its last checkpoint. All steps after it are taken
+again, with the same sessions. Nothing else decides on a step: its tasks are a function of the seed
+and the step, and the checkpoint holds the weights, the optimizer and the scheduler. Settings that
+decide on a step are refused to change (`require_same_fingerprint`).
 
-Of several processes the main one alone has recorder, engines and run folder: it rolls out, publishes, writes and
-prints. The others compute with it, and end when it ends.
+Of several processes the main one alone has recorder, engines and run folder: it rolls out,
+publishes, writes and prints. The others compute with it, and end when it ends.
 """
 
 import atexit
@@ -56,20 +57,24 @@ ADAPTER = "adapter"
 
 _LEFT = "rolltap: the main process has ended"
 LEAVE_SECONDS = 120.0
-"""Longest that an ending process waits for the main one to end: it stops the recorder and gives the engines back."""
+"""Longest that an ending process waits for the main one to end: it stops the recorder and gives the
+engines back."""
 TENSOR_SECONDS = 1800
-"""Longest that a process waits for another one's tensors, for example while that one computes a longer trace. NCCL does
-not notice a lost process: then the launcher, or this time, ends the others."""
+"""Longest that a process waits for another one's tensors, for example while that one computes a
+longer trace. NCCL does not notice a lost process: then the launcher, or this time, ends the others.
+"""
 
 
 class Source:
-    """Rows of a training, and their batches. Every process has one, and the main process alone calls it."""
+    """Rows of a training, and their batches. Every process has one, and the main process alone
+    calls it."""
 
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """`Phases.of` of the training."""
 
     def check(self) -> dict[str, list[Any]]:
-        """Check what can be checked before anything starts. Returns the columns of the rows, `task_id` among them."""
+        """Check what can be checked before anything starts. Returns the columns of the rows,
+        `task_id` among them."""
         raise NotImplementedError
 
     def claim(self, stack: ExitStack) -> Attempt:
@@ -87,17 +92,19 @@ class Source:
         """Prepare the next batch."""
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of an optimizer step, counted from 0, before the weights change. What it raises ends the
-        training."""
+        """Check the metrics of an optimizer step, counted from 0, before the weights change. What
+        it raises ends the training."""
 
     def finish(self, steps: int) -> None:
         """Take the weights of so many optimizer steps, which are trained and saved."""
 
 
 def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Console) -> None:
-    """Train from the start, or from the last checkpoint in `run`, to the recipe's last step. Every process calls it.
+    """Train from the start, or from the last checkpoint in `run`, to the recipe's last step. Every
+    process calls it.
 
-    Raises what the source raises, `InputError`, `RunError` and, on processes of which another one failed, `RankError`.
+    Raises what the source raises, `InputError`, `RunError` and, on processes of which another one
+    failed, `RankError`.
     """
     raise_on_all(partial(require_gpu, recipe.grpo.get("use_cpu", False)))
     columns = on_main(source.check)
@@ -107,7 +114,8 @@ def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Cons
         raise_on_all(partial(require_shared, run, attempt))
         on_main(partial(set_aside, run, recipe, console))
         set_seed(seed)
-        transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
+        # it would show one for every published checkpoint
+        transformers_logging.disable_progress_bar()
         load = partial(
             load_policy,
             recipe.model,
@@ -142,7 +150,8 @@ def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Cons
 
 
 def join_processes(recipe: Recipe | None) -> Recipe:
-    """Join the launcher's other processes, if any, and return the main one's recipe. Call it before others can fail."""
+    """Join the launcher's other processes, if any, and return the main one's recipe. Call it before
+    others can fail."""
     use_expandable_segments()
     if processes_started() > 1 and not dist.is_initialized():
         backend = "gloo"
@@ -160,7 +169,8 @@ def join_processes(recipe: Recipe | None) -> Recipe:
 
 
 def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
-    """Train to the last step, and return the number of optimizer steps that made the weights. Collective."""
+    """Train to the last step, and return the number of optimizer steps that made the weights.
+    Collective."""
     folder = Path(trainer.args.output_dir)
     limit = trainer.args.save_total_limit
     checkpoint = on_main(partial(arguments.remove_incomplete, folder, limit))
@@ -177,7 +187,8 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
 
 
 def set_aside(run: Path, recipe: Recipe, console: Console) -> None:
-    """Rename the model of a finished training that takes more steps now: its folder is for the new model."""
+    """Rename the model of a finished training that takes more steps now: its folder is for the new
+    model."""
     checkpoint = arguments.last_checkpoint(run / CHECKPOINTS)
     if (run / FINISHED).exists() and checkpoint is not None:
         steps = checkpoint_step(checkpoint) // recipe.iterations
@@ -186,10 +197,11 @@ def set_aside(run: Path, recipe: Recipe, console: Console) -> None:
 
 
 def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
-    """Save the trained model as the folder `FINISHED` of the run, on the main process. It appears when it is complete.
+    """Save the trained model as the folder `FINISHED` of the run, on the main process. It appears
+    when it is complete.
 
-    An adapter is merged into it, and is in `ADAPTER` too: under PEFT's names where engines do not take it. Raises
-    `RunError` when it cannot be written.
+    An adapter is merged into it, and is in `ADAPTER` too: under PEFT's names where engines do not
+    take it. Raises `RunError` when it cannot be written.
     """
     model = trainer.model
     with new_folder(run / FINISHED) as folder:
@@ -200,9 +212,12 @@ def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
 
 
 def _leave(store: Any, main: bool) -> None:
-    """Wait until the main process has left, which a launcher stops as soon as another one has ended; unless this one
-    has left the groups after an error, whose end the main process waits for."""
-    with suppress(RuntimeError, KeyboardInterrupt):  # the store has ended with the main process, or the launcher stops
+    """Wait until the main process has left, which a launcher stops as soon as another one has
+    ended; unless this one has left the groups after an error, whose end the main process waits for.
+    """
+    with suppress(
+        RuntimeError, KeyboardInterrupt
+    ):  # the store has ended with the main process, or the launcher stops
         if main:
             store.set(_LEFT, "")
         until = time.monotonic() + LEAVE_SECONDS

@@ -1,6 +1,7 @@
 """Offline training: the groups of recorded runs are the rows, and no engine and no recorder run.
 
-The runs may hold sessions of other policies than the model: the loss corrects by the recorded log-probabilities.
+The runs may hold sessions of other policies than the model: the loss corrects by the recorded
+log-probabilities.
 """
 
 import json
@@ -88,7 +89,9 @@ class RecordedTraces(Source):
             _require_tokenizer(run, recipe.model, self._digests)
         every = recipe.teacher is not None
         self.groups = recorded_groups(self._runs, self._options.rewards, every=every)
-        teachers = {str(reader.scores.scorer) for reader in self._readers if reader.scores is not None}
+        teachers = {
+            str(reader.scores.scorer) for reader in self._readers if reader.scores is not None
+        }
         if len(teachers) > 1:
             both = " and ".join(teachers)
             raise InputError(f"the scores {recipe.teacher!r} of the runs are of {both}: give one")
@@ -116,8 +119,8 @@ class RecordedTraces(Source):
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of the groups that the rows name (`group`: index of a group).
 
-        A group's id gets the index of its run: two runs may have groups of one name. A session's id gets it where two
-        runs have the id.
+        A group's id gets the index of its run: two runs may have groups of one name. A session's id
+        gets it where two runs have the id.
         """
         sessions = []
         for row in rows:
@@ -149,12 +152,15 @@ class RecordedTraces(Source):
         return {session_id for session_id, number in runs.items() if number > 1}
 
     def skipped(self) -> tuple[Ledger, str]:
-        """Return the account of the sessions that are in no row, and a text that counts them; empty without any."""
+        """Return the account of the sessions that are in no row, and a text that counts them; empty
+        without any."""
         ledger = Ledger()
         groups = defaultdict[tuple[int, str], list[float | None]](list)
         for run, reader in enumerate(self._readers):
             in_rows: set[str] = set()
-            in_rows.update(*(group.session_ids + group.unrewarded for group in self.groups if group.run == run))
+            in_rows.update(
+                *(group.session_ids + group.unrewarded for group in self.groups if group.run == run)
+            )
             for session_id in reader.session_ids:
                 if session_id not in in_rows:
                     traced = self._trace(run, session_id)
@@ -170,7 +176,9 @@ class RecordedTraces(Source):
         parts = []
         for kind, sizes in {"whose rewards are equal": equal, "without a reward": without}.items():
             if sizes:
-                parts.append(f"{counted(len(sizes), 'group')} {kind} ({counted(sum(sizes), 'session')})")
+                parts.append(
+                    f"{counted(len(sizes), 'group')} {kind} ({counted(sum(sizes), 'session')})"
+                )
         text = ""
         if parts:
             text = f"{', '.join(parts)}; tokens {ledger}"
@@ -184,11 +192,14 @@ class RecordedTraces(Source):
         return trace_session(self._readers[run].read(session_id), self._options)
 
 
-def recorded_groups(runs: Sequence[Path], rules: RewardRules, *, every: bool = False) -> list[RecordedGroup]:
-    """Return the groups of runs whose rewards, by the recipe's rules, differ, by run and id; `every` one with a reward.
+def recorded_groups(
+    runs: Sequence[Path], rules: RewardRules, *, every: bool = False
+) -> list[RecordedGroup]:
+    """Return the groups of runs whose rewards, by the recipe's rules, differ, by run and id;
+    `every` one with a reward.
 
-    Raises `InputError` when two runs have the same session with the same content and when no group is left, and
-    `RunError` for a folder that is not a run.
+    Raises `InputError` when two runs have the same session with the same content and when no group
+    is left, and `RunError` for a folder that is not a run.
     """
     groups: list[RecordedGroup] = []
     earlier: dict[Path, Set[str]] = {}
@@ -208,7 +219,9 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules, *, every: bool = F
     return trained
 
 
-def _groups_of(run: int, sessions: Mapping[str, Session], rules: RewardRules) -> list[RecordedGroup]:
+def _groups_of(
+    run: int, sessions: Mapping[str, Session], rules: RewardRules
+) -> list[RecordedGroup]:
     """Return the groups of a run, by id."""
     members: defaultdict[str, list[Session]] = defaultdict(list)
     for _, session in sorted(sessions.items()):
@@ -224,23 +237,30 @@ def _groups_of(run: int, sessions: Mapping[str, Session], rules: RewardRules) ->
             else:
                 rewards[session.session_id] = reward
         task_id = group[0].task_id
-        groups.append(RecordedGroup(run, group_id, tuple(rewards), tuple(unrewarded), task_id, tuple(rewards.values())))
+        groups.append(
+            RecordedGroup(
+                run, group_id, tuple(rewards), tuple(unrewarded), task_id, tuple(rewards.values())
+            )
+        )
     return groups
 
 
 def _require_tokenizer(run: Path, model: Path, digests: Mapping[str, str]) -> None:
-    """Raise `InputError` unless the run has the model's tokenizer and chat template, as far as it names them."""
+    """Raise `InputError` unless the run has the model's tokenizer and chat template, as far as it
+    names them."""
     metadata = read_metadata(run)
     for name, digest in digests.items():
         if metadata.get(name, digest) != digest:
             what = name.removesuffix("_sha256").replace("_", " ")
             raise InputError(
-                f"{run} was recorded with another {what} than that of {model}; its model was {metadata.get('model')}"
+                f"{run} was recorded with another {what} than that of {model}; its model was"
+                f" {metadata.get('model')}"
             )
 
 
 def _require_sampling(run: Path, sessions: set[str], temperature: float) -> None:
-    """Raise `InputError` when a call of the sessions was sampled in another way, as far as calls name it."""
+    """Raise `InputError` when a call of the sessions was sampled in another way, as far as calls
+    name it."""
     fix = "record without it, or leave the session out (Run.filter)"
     for batch in read_batches(run, "calls", sessions):
         for call in batch.select(["session_id", "call_id", "sampling"]).to_pylist():

@@ -1,7 +1,8 @@
-"""The source of an online training: it publishes the weights, runs the sessions, and reads their traces.
+"""The source of an online training: it publishes the weights, runs the sessions, and reads their
+traces.
 
-A step that an earlier attempt trained has the same batch again. Another step of a resumed run takes the sessions that
-it finds in the run folder, and runs only those that are missing or were faults.
+A step that an earlier attempt trained has the same batch again. Another step of a resumed run takes
+the sessions that it finds in the run folder, and runs only those that are missing or were faults.
 """
 
 import json
@@ -56,7 +57,8 @@ from rolltap.trainer.training.steps import (
 
 
 def typed_recipe(recipe: Recipe, engine: str) -> Recipe:
-    """Return the recipe with the first engine's type of the weights, if it has none and the engine answers."""
+    """Return the recipe with the first engine's type of the weights, if it has none and the engine
+    answers."""
     if recipe.dtype is not None:
         return recipe
     with suppress(EngineError):
@@ -66,7 +68,8 @@ def typed_recipe(recipe: Recipe, engine: str) -> Recipe:
 
 
 class OnlineTraces(Source):
-    """`engine` is the URL of a vLLM server, or several with commas. `steal` takes them from another training."""
+    """`engine` is the URL of a vLLM server, or several with commas. `steal` takes them from another
+    training."""
 
     def __init__(
         self,
@@ -91,7 +94,8 @@ class OnlineTraces(Source):
         self._evaluations = Evaluations(recipe, run, console.print)
 
     def check(self) -> dict[str, list[Any]]:
-        """See `Source.check`. Nothing but builds of images is started. Raises `InputError` and `EngineError`."""
+        """See `Source.check`. Nothing but builds of images is started. Raises `InputError` and
+        `EngineError`."""
         recipe = self._recipe
         self._engines = Engines(self._engine, keep=recipe.max_staleness > 0)
         engines = self._engines.admins
@@ -111,7 +115,9 @@ class OnlineTraces(Source):
         if recipe.grpo.get("temperature", 1) != 1:
             self._engines.each(lambda engine: engine.require_processed())
         if recipe.max_staleness and recipe.publish == "lora":
-            self._engines.each(lambda engine: engine.require_adapters(recipe.max_staleness, recipe.adapters))
+            self._engines.each(
+                lambda engine: engine.require_adapters(recipe.max_staleness, recipe.adapters)
+            )
         self._evaluations.check(self._worker, tasks)
         self._tasks = {task.id: task for task in run_blocking(self._worker.build(tasks))}
         require_rows(recipe, len(self._tasks), f"{recipe.tasks} has {len(self._tasks)} tasks")
@@ -129,7 +135,8 @@ class OnlineTraces(Source):
         return make_worker(recipe, model=recipe.model, publishes=True, **how)
 
     def claim(self, stack: ExitStack) -> Attempt:
-        """Claim run folder and engines, start the recorder, and read what the run folder has already."""
+        """Claim run folder and engines, start the recorder, and read what the run folder has
+        already."""
         recipe = self._recipe
         tasks = list(self._tasks.values())
         fingerprint = online_fingerprint(recipe, tasks, self._worker.harness, self._seed)
@@ -143,7 +150,8 @@ class OnlineTraces(Source):
         return attempt
 
     def take(self, attempt: Attempt, serving: Serving, stack: ExitStack) -> None:
-        """Take what the claims gave, read what the run folder has already, and open the rollouts."""
+        """Take what the claims gave, read what the run folder has already, and open the
+        rollouts."""
         recipe = self._recipe
         self._attempt = attempt
         self._serving = serving
@@ -165,7 +173,8 @@ class OnlineTraces(Source):
         stack.enter_context(self._rollouts)
 
     def begin(self, trainer: TraceGRPOTrainer) -> None:
-        """Verify that the engines serve the weights that the trainer began with. Raises `EngineError`."""
+        """Verify that the engines serve the weights that the trainer began with. Raises
+        `EngineError`."""
         self.trainer = trainer
         self._serving.verify_base(trainer, str(self._attempt.version(0)), self._console)
 
@@ -174,9 +183,11 @@ class OnlineTraces(Source):
         self._serving.check_step(step, metrics, self._console)
 
     def before_batch(self) -> None:
-        """Publish the weights that sample the next batch, unless the batch is on the disk, and start its groups.
+        """Publish the weights that sample the next batch, unless the batch is on the disk, and
+        start its groups.
 
-        Sessions that are too old for it whatever they do are stopped before. Raises what `Serving.publish` raises.
+        Sessions that are too old for it whatever they do are stopped before. Raises what
+        `Serving.publish` raises.
         """
         recipe = self._recipe
         version = self._version()
@@ -186,7 +197,10 @@ class OnlineTraces(Source):
         if is_trained and not self._evaluations.missing(version):
             return
         if recipe.keeps_adapters:
-            why = f"its weights are older than {version} by more than max_staleness = {recipe.max_staleness}"
+            why = (
+                f"its weights are older than {version} by more than max_staleness ="
+                f" {recipe.max_staleness}"
+            )
             self._rollouts.cancel_running(partial(is_older, options=self._options(version)), why)
         self._serving.publish(self.trainer, str(version))
         if not is_trained:
@@ -194,7 +208,8 @@ class OnlineTraces(Source):
         self._evaluate(version)
 
     def finish(self, steps: int) -> None:
-        """Publish the trained weights, of so many steps, and evaluate them. Raises `EngineError`."""
+        """Publish the trained weights, of so many steps, and evaluate them. Raises
+        `EngineError`."""
         version = self._attempt.version(steps)
         what = "evaluation"
         try:
@@ -217,9 +232,10 @@ class OnlineTraces(Source):
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of a step: its groups of sessions, and those that replace others.
 
-        Tokens of other weights than the step's are left out, with a warning. Raises `EngineError` when nothing else is
-        left, and when an engine was stolen; `RecorderError` when no session has a reward to train on; and `RunError`
-        when the run lacks a session of a step that was trained.
+        Tokens of other weights than the step's are left out, with a warning. Raises `EngineError`
+        when nothing else is left, and when an engine was stolen; `RecorderError` when no session
+        has a reward to train on; and `RunError` when the run lacks a session of a step that was
+        trained.
         """
         version = self._version()
         trained = self._trained.get(version.step)
@@ -286,10 +302,11 @@ class OnlineTraces(Source):
         return self._finished.of(group, self._version(), self._trace_options.max_staleness)
 
     def _take(self, version: Version) -> tuple[list[CompleteGroup], list[str]]:
-        """Return the groups of a step, by number, and the ids of the sessions of groups that were too old.
+        """Return the groups of a step, by number, and the ids of the sessions of groups that were
+        too old.
 
-        A group without signal stays in the step, and is followed by its forks; without forks by another group, up to
-        `replace_zero_variance`.
+        A group without signal stays in the step, and is followed by its forks; without forks by
+        another group, up to `replace_zero_variance`.
         """
         recipe = self._recipe
         groups: list[CompleteGroup] = []
@@ -301,7 +318,9 @@ class OnlineTraces(Source):
             while wanted:
                 group = self._rollouts.take()
                 self._sessions.refresh()
-                if recipe.max_staleness and is_stale(self._sessions, group.sessions, self._options(version)):
+                if recipe.max_staleness and is_stale(
+                    self._sessions, group.sessions, self._options(version)
+                ):
                     stale += [session.session_id for session in group.sessions]
                     dropped += 1
                     self._rollouts.replace()
@@ -351,7 +370,8 @@ class OnlineTraces(Source):
             self._rollouts.evaluate(groups)
 
     def _end_evaluation(self, version: Version) -> None:
-        """Wait for the evaluation beside the steps, and append the metrics of the weights a step before `version`."""
+        """Wait for the evaluation beside the steps, and append the metrics of the weights a step
+        before `version`."""
         with self.phase("evaluation"):
             self._rollouts.end_evaluation()
         before = version.step - self._recipe.iterations
@@ -361,15 +381,17 @@ class OnlineTraces(Source):
     # Batches
 
     def _revision(self, session_id: str, number: int) -> Session:
-        """Return the row of a session with which a step was trained: later rewards do not change the step."""
+        """Return the row of a session with which a step was trained: later rewards do not change
+        the step."""
         known = self._recorded.get(session_id)
         if known is not None and known.revision != number:
             revisions = {row.revision: row for row in session_rows(self._run, session_id)}
             known = revisions.get(number)
         if known is None:
             raise RunError(
-                f"{self._run} has no session {session_id} of revision {number}, but {BATCHES} says that a step was "
-                "trained on it: the step cannot be taken again; train into a new folder"
+                f"{self._run} has no session {session_id} of revision {number}, but {BATCHES} says"
+                " that a step was trained on it: the step cannot be taken again; train into a new"
+                " folder"
             )
         return known
 
@@ -383,13 +405,16 @@ class OnlineTraces(Source):
             why[session.error or label.reason] += 1
         ((first, number),) = why.most_common(1)
         raise RecorderError(
-            f"none of the {len(sessions)} sessions of step {version.step + 1} has a reward to train on; the most "
-            f"frequent reason ({number}): {first}; put it right and start the training again, which goes on from "
-            "here"
+            f"none of the {len(sessions)} sessions of step {version.step + 1} has a reward to train"
+            f" on; the most frequent reason ({number}): {first}; put it right and start the"
+            " training again, which goes on from here"
         )
 
-    def _load(self, sessions: Sequence[Session], version: Version, stale: Sequence[str]) -> TraceBatch:
-        """Return the batch of sessions, in their order. Its ledger has the tokens of the `stale` ones too."""
+    def _load(
+        self, sessions: Sequence[Session], version: Version, stale: Sequence[str]
+    ) -> TraceBatch:
+        """Return the batch of sessions, in their order. Its ledger has the tokens of the `stale`
+        ones too."""
         recipe = self._recipe
         options = self._options(version)
         rows = {session.session_id: session for session in sessions}
@@ -406,9 +431,12 @@ class OnlineTraces(Source):
             batch.ledger += late.ledger
         ages = token_ages(batch, version)
         if recipe.max_staleness:
-            metrics = age_metrics(batch, ages, iterations=recipe.iterations, max_staleness=recipe.max_staleness)
+            metrics = age_metrics(
+                batch, ages, iterations=recipe.iterations, max_staleness=recipe.max_staleness
+            )
             self.trainer.log_metrics(metrics)
-        # the order on the disk is another one after an interruption, and sums of floats depend on it
+        # the order on the disk is another one after an interruption, and sums of floats depend on
+        # it
         order = {session_id: place for place, session_id in enumerate(rows)}
         return replace(
             batch,
@@ -418,19 +446,26 @@ class OnlineTraces(Source):
             on_policy=not any(ages),
         )
 
-    def _require_own_tokens(self, batch: TraceBatch, rows: Mapping[str, Session], version: Version) -> None:
-        """Raise `EngineError` when no token is left that the step can train, and warn of those of other weights."""
+    def _require_own_tokens(
+        self, batch: TraceBatch, rows: Mapping[str, Session], version: Version
+    ) -> None:
+        """Raise `EngineError` when no token is left that the step can train, and warn of those of
+        other weights."""
         step = version.step + 1
         others = Counter[str]()
         if batch.ledger.left_out.get("stale"):
             others = other_weights(self._sessions, rows.keys(), self._options(version))
         if others:
             what = (
-                f"{others.total():,} tokens of step {step} were sampled by other weights than {version} "
-                f"({', '.join(sorted(others))}): an engine was started again, or something else loads weights into it"
+                f"{others.total():,} tokens of step {step} were sampled by other weights than"
+                f" {version} ({', '.join(sorted(others))}): an engine was started again, or"
+                " something else loads weights into it"
             )
             if not batch.traces:
-                fix = "nothing else is left to train: start the training again, which goes on from here"
+                fix = (
+                    "nothing else is left to train: start the training again, which goes on from"
+                    " here"
+                )
                 raise EngineError(f"{what}; {fix}")
             self._console.print(f"warning: {what}; they are kept, and not trained")
         if batch.ledger.left_out.get("missing_routing") and not batch.traces:
@@ -441,7 +476,8 @@ class OnlineTraces(Source):
 
 
 def _teacher_of(recipe: Recipe, own: Sequence[str]) -> Teacher:
-    """Return the teacher that scores the sessions. Raises `InputError` for the training's engines, `own`."""
+    """Return the teacher that scores the sessions. Raises `InputError` for the training's engines,
+    `own`."""
     urls = recipe.teacher_engine
     given = Engines(urls).admins if urls is not None else []
     if urls is None or any(engine.url in own for engine in given):

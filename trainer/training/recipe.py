@@ -35,41 +35,47 @@ class Machine(BaseModel):
     engines: int = Field(default=1, ge=1)
     """Engines that serve: the number of URLs of `--engine`."""
     gpu_gib: float | None = Field(default=None, gt=0)
-    """Memory of a GPU in GiB, for the plan. By default the memory of this machine's GPU, if it has one."""
+    """Memory of a GPU in GiB, for the plan. By default the memory of this machine's GPU, if it has
+    one."""
     shared_gpu: bool = False
     """True if an engine and a training process share a GPU."""
 
 
 class HeldOut(BaseModel):
-    """Keys of a recipe's table [evaluation]: tasks that are rolled out with the weights of a step, and not trained."""
+    """Keys of a recipe's table [evaluation]: tasks that are rolled out with the weights of a step,
+    and not trained."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tasks: Path
     """Held-out tasks, in the forms of the recipe's `tasks`."""
     every: int = Field(default=1, ge=1)
-    """Steps between evaluations. The first is before the first step, the last after the last one."""
+    """Steps between evaluations. The first is before the first step, the last after the last one.
+    """
     sessions: int = Field(default=4, ge=1)
     """Sessions of each task."""
     sampling: dict[str, int | float] = {"temperature": 0.0}
     """Sampling parameters in place of the training's, key by key (those of `rolltap_sampling`).
     `{}` samples as the training does."""
     share: float = Field(default=0.25, gt=0, lt=1)
-    """Share of the slots (`concurrency`) for these tasks while sessions of the training wait too. Not with `service`,
-    which has its own `--evaluation-share`."""
+    """Share of the slots (`concurrency`) for these tasks while sessions of the training wait too.
+    Not with `service`, which has its own `--evaluation-share`."""
 
 
 class Forks(BaseModel):
-    """Keys of a recipe's table [forks]: forks of a session of each group whose rewards are all equal.
+    """Keys of a recipe's table [forks]: forks of a session of each group whose rewards are all
+    equal.
 
-    They are a group of their own: only what they sample themselves is trained, and compared with each other.
+    They are a group of their own: only what they sample themselves is trained, and compared with
+    each other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: Literal["failed", "any"] = Field(default="failed", alias="from")
-    """Sessions that can be forked. `"failed"`: sessions with a reward below the reward of a solved task. `"any"`: all
-    sessions with a reward. The first such session of a group with two calls of its agent is forked."""
+    """Sessions that can be forked. `"failed"`: sessions with a reward below the reward of a solved
+    task. `"any"`: all sessions with a reward. The first such session of a group with two calls of
+    its agent is forked."""
     at: Literal["middle", "last"] = "middle"
     """The call of the agent from which a fork samples."""
     sessions: int = Field(default=4, ge=2)
@@ -82,64 +88,73 @@ def _adapters_by_default(settings: dict[str, Any]) -> int:
 
 
 class Recipe(RolloutConfig):
-    """Keys of a recipe: these, and those of `RolloutConfig`. Paths are relative to the recipe's folder."""
+    """Keys of a recipe: these, and those of `RolloutConfig`. Paths are relative to the recipe's
+    folder."""
 
     model: Path
     """Folder of the model to train; the engine serves the same model."""
     tasks: Path | None = None
-    """Tasks: a task file (JSON Lines), a folder of Harbor tasks, or SWE rows. Required to roll out; recorded runs need
-    none."""
+    """Tasks: a task file (JSON Lines), a folder of Harbor tasks, or SWE rows. Required to roll out;
+    recorded runs need none."""
     harness: str | None = None
-    """Name of a harness preset, or path of a preset file that ends in `.toml`. Required to roll out."""
+    """Name of a harness preset, or path of a preset file that ends in `.toml`. Required to roll
+    out."""
     service: str | None = None
-    """URL of a rollout service (`rolltap service`) that runs the sessions, into the same run folder. By default they
-    run here."""
+    """URL of a rollout service (`rolltap service`) that runs the sessions, into the same run
+    folder. By default they run here."""
     steps: int = Field(ge=1)
-    """Number of rollout and training rounds. Each trains on newly recorded sessions, `grpo.num_iterations` times.
-    Recorded runs are read again until this number is reached."""
+    """Number of rollout and training rounds. Each trains on newly recorded sessions,
+    `grpo.num_iterations` times. Recorded runs are read again until this number is reached."""
     groups_per_step: int = Field(default=1, ge=1)
     """Groups per step, each of one task."""
     sessions: int = Field(default=8, ge=2)
     """Sessions of a group, which GRPO compares with each other."""
     max_staleness: int = Field(default=0, ge=0)
-    """Steps by which rollouts may be ahead of the trainer. With 0 a step waits for its own sessions; with more they run
-    beside the steps, and a token is trained by weights that are at most this number of steps newer than the weights
-    that sampled it."""
+    """Steps by which rollouts may be ahead of the trainer. With 0 a step waits for its own
+    sessions; with more they run beside the steps, and a token is trained by weights that are at
+    most this number of steps newer than the weights that sampled it."""
     replace_zero_variance: int = Field(default=0, ge=0)
-    """Maximum number of further groups of a step. One is run for each group whose rewards are all equal, which trains
-    nothing: the next group in the order of the tasks."""
+    """Maximum number of further groups of a step. One is run for each group whose rewards are all
+    equal, which trains nothing: the next group in the order of the tasks."""
     forks: Forks | None = None
-    """Forks for groups whose rewards are all equal, before `replace_zero_variance` adds groups. By default none."""
+    """Forks for groups whose rewards are all equal, before `replace_zero_variance` adds groups. By
+    default none."""
     outcomes: Outcomes = Outcomes()
     """Rewards of sessions that were not completed, by status."""
     suspicious: Suspicious = "keep"
-    """Sessions with evidence of cheating (`rolltap inspect` shows it): `"keep"`, `"exclude"`, or a number that is
-    subtracted from their reward."""
+    """Sessions with evidence of cheating (`rolltap inspect` shows it): `"keep"`, `"exclude"`, or a
+    number that is subtracted from their reward."""
     strategy: Strategy = "prefix_merging"
     """Way from calls to traces."""
     roles: tuple[CallRole, ...] = Field(default=TRAINED_ROLES, min_length=1)
-    """Roles of the calls to train. Tokens of other calls are context, with mask 0, where a trained call continues
-    them."""
+    """Roles of the calls to train. Tokens of other calls are context, with mask 0, where a trained
+    call continues them."""
     teacher: str | None = None
-    """Name of the scores (`rolltap score`) that train tokens, as `grpo.teacher_share` says. By default none."""
+    """Name of the scores (`rolltap score`) that train tokens, as `grpo.teacher_share` says. By
+    default none."""
     teacher_engine: str | None = None
-    """URL of the vLLM server that scores the sessions of each step under that name, if the training rolls out."""
+    """URL of the vLLM server that scores the sessions of each step under that name, if the training
+    rolls out."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum length of a trace in tokens, prompt included. Longer ones are truncated at the end."""
+    """Maximum length of a trace in tokens, prompt included. Longer ones are truncated at the end.
+    """
     dtype: Dtype | None = None
-    """Type of the weights. By default the engine's if it is bfloat16 or float32, else bfloat16 on a CUDA GPU and
-    float32 on a CPU."""
+    """Type of the weights. By default the engine's if it is bfloat16 or float32, else bfloat16 on a
+    CUDA GPU and float32 on a CPU."""
     publish: Literal["checkpoint", "lora"] = "checkpoint"
-    """Way of new weights to the engines: a checkpoint that they reload, or a LoRA adapter that they load."""
+    """Way of new weights to the engines: a checkpoint that they reload, or a LoRA adapter that they
+    load."""
     publish_folder: Path | None = None
-    """Folder for checkpoints and adapters on their way to the engines, which must see it under the same path. By
-    default `published` in the run folder; `/dev/shm` keeps them in memory where all is on one machine."""
+    """Folder for checkpoints and adapters on their way to the engines, which must see it under the
+    same path. By default `published` in the run folder; `/dev/shm` keeps them in memory where all
+    is on one machine."""
     adapters: int = Field(default_factory=_adapters_by_default, ge=2)
-    """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began with. At least
-    `max_staleness + 2`, which is the default where it is more."""
+    """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began
+    with. At least `max_staleness + 2`, which is the default where it is more."""
     max_difference: float | None = Field(default=None, gt=0)
-    """Largest mean difference, in nats, between the log-probabilities of a fixed text by the trainer and by an engine.
-    A larger one ends the training. By default 0.001 for float32 and 0.1 for bfloat16."""
+    """Largest mean difference, in nats, between the log-probabilities of a fixed text by the
+    trainer and by an engine. A larger one ends the training. By default 0.001 for float32 and 0.1
+    for bfloat16."""
     save_steps: int = Field(default=1, ge=1)
     """Steps between the checkpoints from which a stopped training resumes."""
     evaluation: HeldOut | None = None
@@ -149,7 +164,8 @@ class Recipe(RolloutConfig):
     grpo: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `rolltap.TraceGRPOConfig`: fields of TRL's `GRPOConfig`, and rolltap's own."""
     lora: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of PEFT's `LoraConfig`. With the table an adapter is trained instead of the full model."""
+    """Arguments of PEFT's `LoraConfig`. With the table an adapter is trained instead of the full
+    model."""
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
@@ -161,7 +177,8 @@ class Recipe(RolloutConfig):
 
     @property
     def keeps_adapters(self) -> bool:
-        """True when a session goes on with the adapter that it began with, whatever is published."""
+        """True when a session goes on with the adapter that it began with, whatever is
+        published."""
         return self.publish == "lora" and self.recorder.get("rolltap_keep_adapter") != "false"
 
     @property
@@ -194,7 +211,8 @@ class Recipe(RolloutConfig):
 
 
 def load_recipe(path: Path, ray: str | None = None) -> Recipe:
-    """Read a recipe from a TOML file, with paths made absolute, and with another `ray`. Raises `InputError`."""
+    """Read a recipe from a TOML file, with paths made absolute, and with another `ray`. Raises
+    `InputError`."""
     recipe = load_toml(path, Recipe)
     if ray is not None:
         recipe = recipe.model_copy(update={"ray": ray})
@@ -244,7 +262,9 @@ def _faults(recipe: Recipe) -> Iterator[str]:
             yield f"with a teacher all groups train: remove {key}"
     if recipe.service is not None and recipe.ray is not None:
         yield "service and ray: the service has the sessions: give --ray to `rolltap service`"
-    if recipe.runtime not in ("container", "ssh") and (recipe.container_engine or recipe.container_arguments):
+    if recipe.runtime not in ("container", "ssh") and (
+        recipe.container_engine or recipe.container_arguments
+    ):
         what = 'container_engine and container_arguments are for runtime = "container"'
         yield f'{what}, not "{recipe.runtime}"'
     why = recipe.why_no_evaluations()
@@ -253,7 +273,9 @@ def _faults(recipe: Recipe) -> Iterator[str]:
         yield f"[evaluation] cannot run, because {why}: {fix}"
     held_out = recipe.evaluation
     if recipe.service is not None and held_out is not None and "share" in held_out.model_fields_set:
-        what = f"evaluation.share = {held_out.share:g} does nothing with service, which has the slots"
+        what = (
+            f"evaluation.share = {held_out.share:g} does nothing with service, which has the slots"
+        )
         yield f"{what}: remove it, and give --evaluation-share to `rolltap service`"
     if recipe.evaluation is not None and recipe.concurrency == 1:
         what = f"evaluation.share = {recipe.evaluation.share:g} leaves no slot for the training"
@@ -266,7 +288,8 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def require_steps_left(out: Path, recipe: Recipe) -> None:
-    """Raise `InputError` when the training in `out` is finished and the recipe has no more steps."""
+    """Raise `InputError` when the training in `out` is finished and the recipe has no more
+    steps."""
     if not (out / FINISHED).exists():
         return
     checkpoints = (out / CHECKPOINTS).glob("checkpoint-*")
@@ -281,7 +304,8 @@ def require_steps_left(out: Path, recipe: Recipe) -> None:
 
 
 def go_on_elsewhere(out: Path, steps: int) -> str:
-    """Return what to do to train the model of a finished training for further steps with new learning rates."""
+    """Return what to do to train the model of a finished training for further steps with new
+    learning rates."""
     model = json.dumps(str((out / FINISHED).absolute()))
     what = "to train its model further, start in another folder with a recipe that has the lines"
     return f"{what}\nmodel = {model}\nsteps = {max(steps, 1)}"

@@ -62,7 +62,8 @@ def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Remove the lines after `step`, and a last line without its end. Raises as `read_metrics`, and `OSError`."""
+    """Remove the lines after `step`, and a last line without its end. Raises as `read_metrics`, and
+    `OSError`."""
     if path.exists():
         kept = b"".join(_line(line) for line in read_metrics(path) if line["step"] <= step)
         write_atomically(path, kept.decode())
@@ -73,7 +74,8 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 
 class Phases(TrainerCallback):
-    """Logs the seconds that each phase of a step took: `seconds_PHASE`. Phases do not overlap, and have no gaps."""
+    """Logs the seconds that each phase of a step took: `seconds_PHASE`. Phases do not overlap, and
+    have no gaps."""
 
     def __init__(self) -> None:
         self.log: Callable[[Mapping[str, float]], None]
@@ -84,7 +86,8 @@ class Phases(TrainerCallback):
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        """Let the time until the end of the block, or of the decorated function, count for a phase."""
+        """Let the time until the end of the block, or of the decorated function, count for a
+        phase."""
         outer = self._phase
         self._begin(phase)
         try:
@@ -98,7 +101,8 @@ class Phases(TrainerCallback):
         self._seconds.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the seconds of the step, and begin the next one, with the time that a checkpoint takes."""
+        """Log the seconds of the step, and begin the next one, with the time that a checkpoint
+        takes."""
         self._begin(self._phase)
         self.log({f"seconds_{phase}": seconds for phase, seconds in self._seconds.items()})
         self._seconds.clear()
@@ -126,9 +130,13 @@ class Reports(TrainerCallback):
         if state.is_world_process_zero:
             cut_metrics(self._run / METRICS, state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any
+    ) -> None:
         """Report a step."""
-        if not state.is_world_process_zero or "train_runtime" in logs:  # a summary comes after the last step
+        if (
+            not state.is_world_process_zero or "train_runtime" in logs
+        ):  # a summary comes after the last step
             return
         append_metrics(self._run / METRICS, state.global_step, logs)
         line = step_line(state.global_step, state.max_steps, logs)
@@ -141,14 +149,19 @@ class Reports(TrainerCallback):
         """Say that the training has taken all its steps."""
         took = timedelta(seconds=round(time.monotonic() - self._began))
         line = f"trained {counted(steps, 'step')} in {took}"
-        rewards = [each["reward"] for each in read_metrics(self._run / METRICS) if each.get("reward") is not None]
+        rewards = [
+            each["reward"]
+            for each in read_metrics(self._run / METRICS)
+            if each.get("reward") is not None
+        ]
         if rewards:
             line += f", reward {rewards[0]:.3f} at first and {rewards[-1]:.3f} at last"
         self._console.print(line)
 
 
 def time_left(seconds: float, taken: int, left: int) -> str:
-    """Return in words how long the steps that are left take at the pace of those taken; empty if it is not known."""
+    """Return in words how long the steps that are left take at the pace of those taken; empty if it
+    is not known."""
     if taken < 1 or left < 1:
         return ""
     remaining = timedelta(seconds=round(seconds / taken * left))
@@ -156,7 +169,8 @@ def time_left(seconds: float, taken: int, left: int) -> str:
 
 
 def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
-    """Return the metrics of a step that a person looks at first, in rich's markup. Those that are missing are left out.
+    """Return the metrics of a step that a person looks at first, in rich's markup. Those that are
+    missing are left out.
 
     The difference, or `off policy`, is the largest of the means by kind of continuity.
     """

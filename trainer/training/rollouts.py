@@ -1,11 +1,12 @@
-"""Rollouts beside the trainer's steps: groups of sessions run in a thread, and a step takes the complete ones.
+"""Rollouts beside the trainer's steps: groups of sessions run in a thread, and a step takes the
+complete ones.
 
-Groups have numbers: group `n` is of step `n // groups_per_step`, by the order of the tasks. They start in this order,
-as many as may start, and a step takes the oldest complete ones. A bound of 0 makes a step wait for groups that its own
-weights sample. Forks have the number of the group that they fork. A step takes one complete group
-more for each group that it forks: the forks, if they are the oldest that are complete, or another.
-The run folder has all that is known of groups: after a restart those that were not taken go on, with
-the sessions that have ended.
+Groups have numbers: group `n` is of step `n // groups_per_step`, by the order of the tasks. They
+start in this order, as many as may start, and a step takes the oldest complete ones. A bound of 0
+makes a step wait for groups that its own weights sample. Forks have the number of the group that
+they fork. A step takes one complete group more for each group that it forks: the forks, if they are
+the oldest that are complete, or another. The run folder has all that is known of groups: after a
+restart those that were not taken go on, with the sessions that have ended.
 """
 
 import asyncio
@@ -30,10 +31,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Starts:
-    """The groups that may start, of `size` groups a step: at most `(max_staleness + step + 1) * size`, and their forks.
+    """The groups that may start, of `size` groups a step: at most `(max_staleness + step + 1) *
+    size`, and their forks.
 
-    So the weights that sample a group are at most `max_staleness` steps older than those that it trains, if groups are
-    taken in the order of their starts (AReaL, arXiv 2505.24298, section 5).
+    So the weights that sample a group are at most `max_staleness` steps older than those that it
+    trains, if groups are taken in the order of their starts (AReaL, arXiv 2505.24298, section 5).
 
     Attributes:
         groups: Number and group of those that no earlier attempt has trained or dropped, in their
@@ -62,7 +64,8 @@ class Starts:
 
 
 class CompleteGroup(NamedTuple):
-    """A group whose sessions have ended. Groups are ordered by number; a fork comes after its group."""
+    """A group whose sessions have ended. Groups are ordered by number; a fork comes after its
+    group."""
 
     number: int
     is_fork: bool
@@ -82,9 +85,11 @@ def _in_loop(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
 
 
 class AsyncRollouts:
-    """A runner in a thread with an event loop of its own. A context manager: it stops the sessions that still run.
+    """A runner in a thread with an event loop of its own. A context manager: it stops the sessions
+    that still run.
 
-    Methods are for one other thread. They raise what the runner raises, then and at every later call.
+    Methods are for one other thread. They raise what the runner raises, then and at every later
+    call.
 
     `open_runner` gets a callback for the progress; `finished` returns the sessions of a group that
     need not be run: id -> session.
@@ -128,7 +133,8 @@ class AsyncRollouts:
 
     @_in_loop
     async def publish(self, step: int) -> None:
-        """Let groups start with published weights. `step` is the number of steps that are trained."""
+        """Let groups start with published weights. `step` is the number of steps that are
+        trained."""
         self._starts.step = step
         await self._start()
 

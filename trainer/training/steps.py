@@ -1,9 +1,10 @@
 """The sessions of a step: their ids, and those that are on the disk already.
 
-`batches.jsonl` in the run folder has the sessions of each step that was trained, one JSON object a line. A session is
-`[id, revision]`: a step that is taken again takes these sessions with the rewards of these revisions, and no attempt at
-one that was a fault. `stale` are the ids of sessions that were too old when the step could have taken them. Sessions
-with a row that are in no line are still to be trained.
+`batches.jsonl` in the run folder has the sessions of each step that was trained, one JSON object a
+line. A session is `[id, revision]`: a step that is taken again takes these sessions with the
+rewards of these revisions, and no attempt at one that was a fault. `stale` are the ids of sessions
+that were too old when the step could have taken them. Sessions with a row that are in no line are
+still to be trained.
 """
 
 import os
@@ -43,8 +44,8 @@ class TrainedBatch(BaseModel):
 class TrainedBatches:
     """The file of a run. Only the training that claimed the folder writes it.
 
-    The constructor removes a last line that was not written to its end. It raises `RunError` for another line that is
-    not a batch, and `OSError`.
+    The constructor removes a last line that was not written to its end. It raises `RunError` for
+    another line that is not a batch, and `OSError`.
     """
 
     def __init__(self, run: Path) -> None:
@@ -101,8 +102,9 @@ class TrainedBatches:
 def step_group(version: Version, position: int, task: Task, sessions: int, kind: str = "") -> Group:
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
-    The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts, after a `kind` of groups and `~`. A
-    session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
+    The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts, after a `kind` of
+    groups and `~`. A session's id is `<group>-<index>.<attempt>`; one that is tried again in the
+    same attempt has `~<number>` after it.
     """
     group_id = f"{task.id}-{version.run}.{version.step}.{position}"
     if kind:
@@ -123,7 +125,8 @@ def _names(group_id: str, sessions: int, version: Version) -> list[str]:
 def find_fork(
     group: Iterable[Session], rules: RewardRules, forks: Forks, run: Path, rows: SessionRows
 ) -> RecordedFrom | None:
-    """Return the session of a group to fork, and the start of its call; None when none can be forked, as `Forks` says.
+    """Return the session of a group to fork, and the start of its call; None when none can be
+    forked, as `Forks` says.
 
     `rows` are those of the run. Raises `RunError` and `OSError`.
     """
@@ -132,7 +135,9 @@ def find_fork(
         if reward is None or (forks.source == "failed" and reward >= SOLVED):
             continue
         starts = []
-        for at, role, status in rows.of("calls", session.session_id, ("started_at", "role", "status")):
+        for at, role, status in rows.of(
+            "calls", session.session_id, ("started_at", "role", "status")
+        ):
             if role == "agent" and status == "completed":
                 starts.append(at)
         if len(starts) > 1:
@@ -154,7 +159,9 @@ def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:
         seat = SessionName.parse(session.session_id).seat
         if seat is not None:
             by_index[seat.index] = session
-    return {name: by_index[index] for index, name in enumerate(group.session_ids) if index in by_index}
+    return {
+        name: by_index[index] for index, name in enumerate(group.session_ids) if index in by_index
+    }
 
 
 class FinishedSessions:
@@ -188,6 +195,7 @@ class FinishedSessions:
 
 
 def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:
-    """Return True when the rewards of a group's sessions, by the recipe's rules, differ (`rewards_differ`)."""
+    """Return True when the rewards of a group's sessions, by the recipe's rules, differ
+    (`rewards_differ`)."""
     rewards = [label_session(session, rules).reward for session in sessions]
     return rewards_differ([reward for reward in rewards if reward is not None])

@@ -20,7 +20,14 @@ from rolltap.trainer.runs.views.report import VersionRewards, reward_steps
 from rolltap.trainer.runs.views.text import TokenText
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
 from rolltap.trainer.traces.reader import load_sessions
-from rolltap.trainer.viewer.data import JSON, call_json, compare_json, run_json, session_json, session_rows
+from rolltap.trainer.viewer.data import (
+    JSON,
+    call_json,
+    compare_json,
+    run_json,
+    session_json,
+    session_rows,
+)
 from rolltap.trainer.viewer.reader import RunReader, UnknownError
 
 MOST_FOUND, SEARCH_SECONDS, AROUND = 100, 10.0, 60
@@ -33,7 +40,8 @@ _PAGE = Path(__file__).with_name("page")
 def answer(reader: RunReader, path: str) -> JSON:
     """Return the JSON of a path such as `api/sessions/ID`, percent-encoded.
 
-    Raises `UnknownError` for what is not there, `InputError` for a wrong query, `RunError` and `OSError`.
+    Raises `UnknownError` for what is not there, `InputError` for a wrong query, `RunError` and
+    `OSError`.
     """
     place, _, query = path.partition("?")
     asked = dict(parse_qsl(query))
@@ -48,7 +56,9 @@ def answer(reader: RunReader, path: str) -> JSON:
         case ["api", "sessions", session_id, "calls", call_id]:
             found = reader.session(session_id)
             if all(call.call_id != call_id for call in found.recorded.calls):
-                raise UnknownError(f"the session has no call {call_id[:200]!r}: go back to the session")
+                raise UnknownError(
+                    f"the session has no call {call_id[:200]!r}: go back to the session"
+                )
             return call_json(reader.run, found, call_id, reader.text())
         case ["api", "compare"]:
             a, b = (reader.session(_given(asked, name)) for name in ("a", "b"))
@@ -81,17 +91,25 @@ def _run(reader: RunReader) -> JSON:
         "recording": reader.recording(),
     }
     steps = values["summary"]["trained"]
-    return {**values, "training": {"metrics": metrics, "steps": steps} if metrics or steps else None}
+    return {
+        **values,
+        "training": {"metrics": metrics, "steps": steps} if metrics or steps else None,
+    }
 
 
 def _logs(run: Path, session_id: str, revision: object) -> JSON:
     ends = (f".r{revision}.judge.log", ".judge.log", ".evaluate.log", ".log")
     again, judge, evaluation, log = (_part(run, f"{session_id}{end}") for end in ends)
-    return {"judge": again or judge or evaluation, "patch": _part(run, f"{session_id}.diff", end=False), "log": log}
+    return {
+        "judge": again or judge or evaluation,
+        "patch": _part(run, f"{session_id}.diff", end=False),
+        "log": log,
+    }
 
 
 def _part(run: Path, name: str, *, end: bool = True) -> str | None:
-    """Return a file of the run's folder `logs`, or None without one; of a longer one the last or the first bytes."""
+    """Return a file of the run's folder `logs`, or None without one; of a longer one the last or
+    the first bytes."""
     try:
         # an imported session may be named like a path
         file = open_file(run, f"logs/{name}")
@@ -108,14 +126,18 @@ def _part(run: Path, name: str, *, end: bool = True) -> str | None:
 
 
 def search(run: Path, wanted: str) -> JSON:
-    """Return the calls whose new messages or reply have a text, at most `MOST_FOUND`. Capital letters do not matter."""
+    """Return the calls whose new messages or reply have a text, at most `MOST_FOUND`. Capital
+    letters do not matter."""
     found: list[JSON] = []
     cut, end = False, time.monotonic() + SEARCH_SECONDS
     written = json.dumps(wanted, ensure_ascii=False)[1:-1]  # the columns are JSON
     pattern = re.compile(re.escape(wanted), re.IGNORECASE)
     for batch in read_batches(run, "calls"):
         rows = batch.select(["session_id", "call_id", "messages", "reply"])
-        has = [pc.match_substring(rows.column(name), written, ignore_case=True) for name in ("messages", "reply")]
+        has = [
+            pc.match_substring(rows.column(name), written, ignore_case=True)
+            for name in ("messages", "reply")
+        ]
         for row in batch_rows(rows.filter(pc.or_(*(pc.fill_null(each, False) for each in has)))):
             texts = _texts([json.loads(row.pop(name) or "null") for name in ("messages", "reply")])
             if (at := next(filter(None, map(pattern.search, texts)), None)) is not None:
@@ -138,4 +160,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 def page_files() -> dict[str, Path]:
     """Return the files of the page by their paths below `page`."""
-    return {path.relative_to(_PAGE).as_posix(): path for path in sorted(_PAGE.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(_PAGE).as_posix(): path
+        for path in sorted(_PAGE.rglob("*"))
+        if path.is_file()
+    }

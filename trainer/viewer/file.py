@@ -1,7 +1,8 @@
-"""`rolltap view --out`: the page and some sessions of a run as one HTML file, which opens without a network.
+"""`rolltap view --out`: the page and some sessions of a run as one HTML file, which opens without a
+network.
 
-Its answers are elements, gzip as base64, one for each path that the page asks for. Secrets are redacted, also in the
-tokens: the parts of a call's tokens whose text is one lose their ids.
+Its answers are elements, gzip as base64, one for each path that the page asks for. Secrets are
+redacted, also in the tokens: the parts of a call's tokens whose text is one lose their ids.
 """
 
 import base64
@@ -45,7 +46,8 @@ _SCRIPT = '<script type="module" src="./page/app.js"></script>'
 
 @dataclass(slots=True)
 class WrittenFile:
-    """Contents of a file: number of sessions, size in bytes, and kind of secret -> the sessions that had one."""
+    """Contents of a file: number of sessions, size in bytes, and kind of secret -> the sessions
+    that had one."""
 
     sessions: int = 0
     size: int = 0
@@ -56,35 +58,52 @@ class WrittenFile:
         yield f"{counted(self.sessions, 'session')}, {self.size:,} bytes"
         for kind, sessions in sorted(self.secrets.items()):
             yield (
-                f"redacted: {kind}, in {counted(len(sessions), 'session')} ({some(sorted(sessions))}). "
-                "Look at the file before you give it away: secrets of other forms are not found (--redact TEXT)"
+                f"redacted: {kind}, in {counted(len(sessions), 'session')}"
+                f" ({some(sorted(sessions))}). Look at the file before you give it away: secrets of"
+                " other forms are not found (--redact TEXT)"
             )
 
 
 def write_file(
-    run: Path, out: Path, sessions: Collection[str] | None, redact: Collection[str], advance: Advance
+    run: Path,
+    out: Path,
+    sessions: Collection[str] | None,
+    redact: Collection[str],
+    advance: Advance,
 ) -> WrittenFile:
-    """Write the page with some sessions of a run to the file `out`. Memory is that of a group's sessions.
+    """Write the page with some sessions of a run to the file `out`. Memory is that of a group's
+    sessions.
 
-    Raises `InputError` for a session that is not in the run, and without `sessions` for a run of more than
-    `MOST_SESSIONS`; `RunError` and `OSError`.
+    Raises `InputError` for a session that is not in the run, and without `sessions` for a run of
+    more than `MOST_SESSIONS`; `RunError` and `OSError`.
     """
     known = recorded_ids(run)
     if sessions is None and len(known) > MOST_SESSIONS:
-        raise InputError(f"{run} has {len(known)} sessions: choose those of the file with --sessions ID,...")
-    chosen = known if sessions is None else {find_id(each, known, "session", str(run)) for each in sessions}
+        raise InputError(
+            f"{run} has {len(known)} sessions: choose those of the file with --sessions ID,..."
+        )
+    chosen = (
+        known
+        if sessions is None
+        else {find_id(each, known, "session", str(run)) for each in sessions}
+    )
     reader, secrets = RunReader(run, None if sessions is None else chosen), Secrets(redact)
     written = WrittenFile(len(chosen))
     try:
         while reader.step():
             advance("sessions read", reader.overview().progress["sessions"], len(chosen))
-        begin, end = page_html({name: file.read_text(encoding="utf-8") for name, file in page_files().items()})
+        begin, end = page_html(
+            {name: file.read_text(encoding="utf-8") for name, file in page_files().items()}
+        )
         paths = set[str]()
         with new_file(out, "w") as file:
             file.write(begin)
             for path, value in _answers(reader, secrets, written):
                 if path in paths:
-                    raise InputError(f"two sessions or calls have the id {path} once redacted: choose one of them")
+                    raise InputError(
+                        f"two sessions or calls have the id {path} once redacted: choose one of"
+                        " them"
+                    )
                 paths.add(path)
                 file.write(element(path, value))
                 advance("answers", len(paths), len(paths) + 1)
@@ -95,7 +114,9 @@ def write_file(
         reader.close()
 
 
-def _answers(reader: RunReader, secrets: Secrets, written: WrittenFile) -> Iterator[tuple[str, JSON]]:
+def _answers(
+    reader: RunReader, secrets: Secrets, written: WrittenFile
+) -> Iterator[tuple[str, JSON]]:
     """Yield the paths of a file and their redacted values."""
 
     def encoded(text: str) -> str:
@@ -115,7 +136,9 @@ def _answers(reader: RunReader, secrets: Secrets, written: WrittenFile) -> Itera
             session = answer(reader, f"api/sessions/{quote(session_id, safe='')}")
             yield path, secrets.redact_values(session)
             ids = [call.call_id for call in found.recorded.calls]
-            calls = [call_json(reader.run, found, call_id, reader.text(), whole=False) for call_id in ids]
+            calls = [
+                call_json(reader.run, found, call_id, reader.text(), whole=False) for call_id in ids
+            ]
             kinds = secrets.kinds([json_text(session)])
             in_tokens, hidden = redact_tokens(calls, secrets, everything=bool(kinds))
             for kind in kinds | in_tokens:
@@ -130,35 +153,50 @@ def _answers(reader: RunReader, secrets: Secrets, written: WrittenFile) -> Itera
             values = compare_json(a, b, reader.text())
             if hidden or also_hidden:
                 values["tokens"] = None
-            path = f"api/compare?a={encoded(a.recorded.session_id)}&b={encoded(b.recorded.session_id)}"
+            path = (
+                f"api/compare?a={encoded(a.recorded.session_id)}&b={encoded(b.recorded.session_id)}"
+            )
             yield path, secrets.redact_values(values)
 
 
 def _redacted_call(call: JSON, secrets: Secrets) -> JSON:
     """Return a call's answer without secrets in its texts. Log-probabilities have four decimals."""
     pieces = {name: call.pop(name) for name in ("prompt_pieces", "completion_pieces")}
-    numbers = {name: call["call"].pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")}
+    numbers = {
+        name: call["call"].pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")
+    }
     values: JSON = secrets.redact_values(call) | pieces
     values["call"] |= numbers
     values["call"]["logprobs"] = [round(value, 4) for value in values["call"]["logprobs"]]
     return values
 
 
-def redact_tokens(calls: Sequence[JSON], secrets: Secrets, *, everything: bool) -> tuple[set[str], bool]:
-    """Redact tokens in the answers of a session's calls, which have not the tokens of their parents.
+def redact_tokens(
+    calls: Sequence[JSON], secrets: Secrets, *, everything: bool
+) -> tuple[set[str], bool]:
+    """Redact tokens in the answers of a session's calls, which have not the tokens of their
+    parents.
 
-    With `everything`, all are redacted where their text is not known. Returns the kinds of the secrets in the tokens,
-    and whether tokens were redacted. Then those that show where prompts differ are removed: they are of several calls.
+    With `everything`, all are redacted where their text is not known. Returns the kinds of the
+    secrets in the tokens, and whether tokens were redacted. Then those that show where prompts
+    differ are removed: they are of several calls.
     """
     by_id = {call["call"]["call_id"]: call for call in calls}
     found: list[tuple[str, list[Piece]]] = []
     for last in by_id.keys() - {call["parent_id"] for call in calls}:
         path = path_to(last, lambda call_id: by_id[call_id]["parent_id"])
-        pieces = [piece for each in path for name in _PARTS for piece in by_id[each][f"{name}_pieces"] or ()]
+        pieces = [
+            piece
+            for each in path
+            for name in _PARTS
+            for piece in by_id[each][f"{name}_pieces"] or ()
+        ]
         ends = [*accumulate(len(piece[0]) for piece in pieces)]
         for kind, start, end in secrets.find("".join(piece[0] for piece in pieces)):
             found.append((kind, pieces[bisect_right(ends, start) : bisect_left(ends, end) + 1]))
-    for piece, is_first in ((piece, not i) for _, within in found for i, piece in enumerate(within)):
+    for piece, is_first in (
+        (piece, not i) for _, within in found for i, piece in enumerate(within)
+    ):
         piece[:] = [REDACTED if is_first else "", piece[1], "redacted"]
     hidden = False
     for call, name in product(calls, _PARTS):
@@ -183,10 +221,11 @@ def element(path: str, value: Any) -> str:
 
 
 def page_html(page: Mapping[str, str]) -> tuple[str, str]:
-    """Return the page before and after its answers, without anything that a browser would have to fetch.
+    """Return the page before and after its answers, without anything that a browser would have to
+    fetch.
 
-    Modules are `data:` URLs in an import map, and their imports keys of it: those of a `data:` URL cannot be relative.
-    The policy allows these, and the inline parts by their digests.
+    Modules are `data:` URLs in an import map, and their imports keys of it: those of a `data:` URL
+    cannot be relative. The policy allows these, and the inline parts by their digests.
     """
 
     def module(name: str) -> str:
@@ -200,11 +239,16 @@ def page_html(page: Mapping[str, str]) -> tuple[str, str]:
     html = _STYLE.sub(lambda found: f"<style>{page[found[1]]}</style>", page["index.html"])
     script = f'<script type="importmap">{imports}</script>\n<script type="module">{begin}</script>'
     policy = (
-        f"default-src 'none'; script-src data: {_digests(imports, begin)}; style-src {_digests(*styles)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src data: {_digests(imports, begin)}; style-src"
+        f" {_digests(*styles)}; img-src data:; base-uri 'none'; form-action 'none'"
     )
-    meta = f'<meta charset="utf-8">\n    <meta http-equiv="Content-Security-Policy" content="{policy}">'
-    first, mark, last = html.replace(_SCRIPT, script).replace('<meta charset="utf-8">', meta).rpartition("</body>")
+    meta = (
+        '<meta charset="utf-8">\n    <meta http-equiv="Content-Security-Policy"'
+        f' content="{policy}">'
+    )
+    first, mark, last = (
+        html.replace(_SCRIPT, script).replace('<meta charset="utf-8">', meta).rpartition("</body>")
+    )
     return first, mark + last
 
 

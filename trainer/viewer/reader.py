@@ -1,6 +1,8 @@
-"""Lazy reading of a run: the sessions' rows at once, their calls one session after the other behind the page's back.
+"""Lazy reading of a run: the sessions' rows at once, their calls one session after the other behind
+the page's back.
 
-Memory is that of the rows and of a digest of each session. No tokens are kept but those of the last sessions asked for.
+Memory is that of the rows and of a digest of each session. No tokens are kept but those of the last
+sessions asked for.
 """
 
 import threading
@@ -30,14 +32,16 @@ from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.trained import TrainedSession, read_trained, trained_steps
 
 LOOK_SECONDS, _REST_SECONDS = 1.0, 0.01
-"""Seconds between two looks at a folder in which nothing is left to read, and at requests that are answered."""
+"""Seconds between two looks at a folder in which nothing is left to read, and at requests that are
+answered."""
 RECENT = 4
 """Sessions whose calls are kept, because the page asks for one of them again and again."""
 _TABLES = ("calls", "events", "trained")
 _EVENT = (*EVENT_COLUMNS, "call_id", "path", "detail")
 
 Mark = tuple[int, ...]
-"""How often a session's row has changed, and the numbers of its rows in `_TABLES`: another one when it has grown."""
+"""How often a session's row has changed, and the numbers of its rows in `_TABLES`: another one when
+it has grown."""
 
 
 class UnknownError(InputError):
@@ -68,7 +72,8 @@ class Entry:
     """Its row; None when only calls were recorded so far."""
     row_changes: int = 0
     mark: Mark | None = None
-    """Its mark when its calls were read; None before. With another one they have to be read again."""
+    """Its mark when its calls were read; None before. With another one they have to be read again.
+    """
     digest: SessionDigest | None = None
     """None also when its calls cannot be read: `fault` says why."""
     fault: str = ""
@@ -90,13 +95,17 @@ class Overview:
     @property
     def progress(self) -> dict[str, int]:
         """How many sessions were read, or cannot be, of how many."""
-        return {"sessions": sum(entry.mark is not None for entry in self.entries), "of": len(self.entries)}
+        return {
+            "sessions": sum(entry.mark is not None for entry in self.entries),
+            "of": len(self.entries),
+        }
 
 
 class RunReader:
     """Reads a run that may still be written. Thread-safe.
 
-    `step` reads the next session. `start` does so in a thread, which waits while a request is answered.
+    `step` reads the next session. `start` does so in a thread, which waits while a request is
+    answered.
     """
 
     def __init__(self, run: Path, only: Collection[str] | None = None) -> None:
@@ -170,7 +179,9 @@ class RunReader:
         with self._lock:
             if not self._stale or time.monotonic() >= self._look_at:
                 self._look()
-                self._stale = deque(entry for entry in self._entries.values() if entry.mark != self._mark(entry))
+                self._stale = deque(
+                    entry for entry in self._entries.values() if entry.mark != self._mark(entry)
+                )
                 self._look_at = time.monotonic() + LOOK_SECONDS
             if not self._stale:
                 return False
@@ -179,8 +190,12 @@ class RunReader:
             try:
                 found = self._load(entry.session_id, entry.mark)
                 newest = found.trained[-1] if found.trained else None
-                entry.digest = digest_session(trace_session(found.recorded, TraceOptions()), found.events, newest)
-            except Exception as error:  # of one session, whose rows may hold anything: the others are read
+                entry.digest = digest_session(
+                    trace_session(found.recorded, TraceOptions()), found.events, newest
+                )
+            except (
+                Exception
+            ) as error:  # of one session, whose rows may hold anything: the others are read
                 reason = str(error) if isinstance(error, RolltapError | OSError) else repr(error)
                 entry.fault = f"session {entry.session_id} cannot be read: {reason}"
             self._change(entry)
@@ -199,7 +214,11 @@ class RunReader:
         for index in self._indexes.values():
             index.refresh()
         for each in (*rows, *(self._indexes["calls"].session_ids if self._indexes else ())):
-            if each is not None and each not in self._entries and (self._only is None or each in self._only):
+            if (
+                each is not None
+                and each not in self._entries
+                and (self._only is None or each in self._only)
+            ):
                 self._entries[each] = Entry(each)
         for entry in self._entries.values():
             row = rows.get(entry.session_id)
@@ -221,13 +240,21 @@ class RunReader:
             return [entry.session_id for entry in self._entries.values() if entry.version > since]
 
     def _mark(self, entry: Entry) -> Mark:
-        return entry.row_changes, *(index.count(entry.session_id) for index in self._indexes.values())
+        return entry.row_changes, *(
+            index.count(entry.session_id) for index in self._indexes.values()
+        )
 
     def _load(self, session_id: str, _: Mark) -> Found:
         try:
             calls = rebuild_calls(self.run, session_id, self._indexes["calls"].batches(session_id))
-            recorded = RecordedSession(session_id=session_id, session=self._sessions.rows.get(session_id), calls=calls)
-            return Found(recorded, self._events(session_id), trained_steps(self._indexes["trained"], session_id))
+            recorded = RecordedSession(
+                session_id=session_id, session=self._sessions.rows.get(session_id), calls=calls
+            )
+            return Found(
+                recorded,
+                self._events(session_id),
+                trained_steps(self._indexes["trained"], session_id),
+            )
         finally:
             self._close_files()
 
@@ -239,13 +266,16 @@ class RunReader:
             index.close()
 
     def session(self, session_id: str) -> Found:
-        """Return a session as it is now. Raises `UnknownError`, and `RunError` when it cannot be read."""
+        """Return a session as it is now. Raises `UnknownError`, and `RunError` when it cannot be
+        read."""
         self._make_indexes()
         with self._lock:
             self._look()
             entry = self._entries.get(session_id)
             if entry is None:
-                raise UnknownError(f"the run has no session {session_id[:200]!r}: go back to the list of sessions")
+                raise UnknownError(
+                    f"the run has no session {session_id[:200]!r}: go back to the list of sessions"
+                )
             return self._recent(session_id, self._mark(entry))
 
     def overview(self) -> Overview:
@@ -255,7 +285,10 @@ class RunReader:
             entries = list(self._entries.values())
             faults = [
                 f"{name}, byte {offset}: {reason}; see `rolltap verify`"
-                for damage in (self._sessions.scan.damage, *(index.scan.damage for index in self._indexes.values()))
+                for damage in (
+                    self._sessions.scan.damage,
+                    *(index.scan.damage for index in self._indexes.values()),
+                )
                 for name, places in damage.items()
                 for offset, reason in places.items()
             ]
@@ -278,7 +311,8 @@ class RunReader:
             return Overview(entries, self._further, faults, self._trained[1])
 
     def text(self) -> TokenText | str:
-        """Return the text of the run's tokens, or why it is not known. The first time takes seconds."""
+        """Return the text of the run's tokens, or why it is not known. The first time takes
+        seconds."""
         with self._once:
             if self.known_text is None:
                 self.known_text = load_text(self.run)
@@ -287,7 +321,9 @@ class RunReader:
 
     def recording(self) -> bool:
         """Return True when a process has a segment of the run open."""
-        for path in (path for table in ("sessions", *_TABLES) for path in run_files(self.run, table)):
+        for path in (
+            path for table in ("sessions", *_TABLES) for path in run_files(self.run, table)
+        ):
             try:
                 with locked(path) as lock:
                     if lock is None:

@@ -22,14 +22,18 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise InputError(f"port {port} of {host} is in use: give another --port, or --port 0") from error
-    # asyncio sets it for its own sockets only; without it a client waits 40 ms for the second packet of an answer
+        raise InputError(
+            f"port {port} of {host} is in use: give another --port, or --port 0"
+        ) from error
+    # asyncio sets it for its own sockets only; without it a client waits 40 ms for the second
+    # packet of an answer
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 async def serve(run: Path, *, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve the page until it is cancelled or gets a signal. `port` 0 is a free one; `say` is told the link.
+    """Serve the page until it is cancelled or gets a signal. `port` 0 is a free one; `say` is told
+    the link.
 
     Raises `RunError` when the folder is not a run, `InputError` for a port in use, and `OSError`.
     """

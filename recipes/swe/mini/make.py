@@ -2,9 +2,10 @@
 
     python recipes/swe/mini/make.py runs/mini
 
-`history/` has the commits as patches. The fix is the one before the last. The checkout is at the commit before it, and
-its repository has all commits, as a clone has. The same commit ids come out each time: dates, names and texts of the
-commits are those of the patches, and git's configuration is not read.
+`history/` has the commits as patches. The fix is the one before the last. The checkout is at the
+commit before it, and its repository has all commits, as a clone has. The same commit ids come out
+each time: dates, names and texts of the commits are those of the patches, and git's configuration
+is not read.
 """
 
 import json
@@ -25,14 +26,22 @@ ALONE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "TZ": "UTC
 def git(folder: Path, *arguments: str | Path) -> str:
     """Return the output of a git command in `folder`."""
     command = ["git", "-C", folder, *arguments]
-    return subprocess.run(command, env={**os.environ, **ALONE}, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(
+        command, env={**os.environ, **ALONE}, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 def make_checkout(folder: Path, history: list[Path]) -> None:
     """Make a repository of these commits in a new `folder`."""
     folder.mkdir(parents=True)
     git(folder, "init", "--quiet", "--initial-branch", "main")
-    git(folder, "am", "--quiet", "--committer-date-is-author-date", *(patch.absolute() for patch in history))
+    git(
+        folder,
+        "am",
+        "--quiet",
+        "--committer-date-is-author-date",
+        *(patch.absolute() for patch in history),
+    )
 
 
 def row(checkout: Path) -> dict[str, str]:
@@ -40,7 +49,10 @@ def row(checkout: Path) -> dict[str, str]:
     base, fixed = git(checkout, "rev-parse", "HEAD", "v0.3~1").split()
     fields = json.loads((HERE / "row.json").read_text())
     return {
-        **{name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()},
+        **{
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in fields.items()
+        },
         "base_commit": base,
         "environment_setup_commit": base,
         "created_at": git(checkout, "log", "-1", "--format=%aI", fixed).strip(),
@@ -51,7 +63,8 @@ def row(checkout: Path) -> dict[str, str]:
 
 
 def make_harbor_task(folder: Path, checkout: Path, patch: str) -> None:
-    """Make the Harbor task in a new `folder`: `harbor/`, a checkout without the fix, the tests and the patch."""
+    """Make the Harbor task in a new `folder`: `harbor/`, a checkout without the fix, the tests and
+    the patch."""
     shutil.copytree(HERE / "harbor", folder)
     make_checkout(folder / "environment" / "repo", HISTORY[:FIX])
     for file in git(checkout, "ls-tree", "-r", "--name-only", "v0.3", "tests").split():

@@ -1,4 +1,5 @@
-"""The four APIs as the contract of the dialects sees them: how each writes requests, and what its replies add up to."""
+"""The four APIs as the contract of the dialects sees them: how each writes requests, and what its
+replies add up to."""
 
 import json
 from dataclasses import dataclass, replace
@@ -40,17 +41,20 @@ class Api:
     tools: list[list[dict[str, Any]]]
     """Lists of one tool whose name is `LONG`."""
     choosing: Any
-    """A function of a tool's name. It returns the fields that force it, or allow it alone, in every form of the API."""
+    """A function of a tool's name. It returns the fields that force it, or allow it alone, in every
+    form of the API."""
     stop: Any
     """A function of texts. It returns the fields that ask to stop at them."""
     schema: Any
     """A function of a JSON schema. It returns the fields that ask for a reply of it."""
     echoing: Any
-    """A function of a reply. It returns the fields of a request in which a program sends it back."""
+    """A function of a reply. It returns the fields of a request in which a program sends it back.
+    """
     assembled: Any
     """A function of a stream. It returns the whole reply to which its events add up."""
     elements: tuple[dict[str, Any], ...] = ()
-    """Further elements of a conversation: media, and whatever depends on other elements and fields of a request."""
+    """Further elements of a conversation: media, and whatever depends on other elements and fields
+    of a request."""
     count_target: str = ""
     stream_target: str = ""
 
@@ -81,7 +85,9 @@ class Api:
         """Return the context of a reply to `request`, which asks for all that a reply may have."""
         call = self.decode({**self.request, **changes})
         call.include_usage, call.reasoning = True, "shown"
-        return ReplyContext("c9", 5, self.stream_target or self.target, call, prompt_tokens=USAGE.prompt)
+        return ReplyContext(
+            "c9", 5, self.stream_target or self.target, call, prompt_tokens=USAGE.prompt
+        )
 
     def echo(self, whole):
         """Return the message that a reply decodes to when a program sends it back."""
@@ -89,7 +95,9 @@ class Api:
 
     def issues(self, reply):
         """Return True when a reply has an opaque field that names its call."""
-        return self.dialect is routes.GEMINI or (self.dialect is not routes.CHAT and bool(reply.reasoning))
+        return self.dialect is routes.GEMINI or (
+            self.dialect is not routes.CHAT and bool(reply.reasoning)
+        )
 
 
 def streamed(api, context, reply, piece=3, keep_alive=False):
@@ -99,7 +107,9 @@ def streamed(api, context, reply, piece=3, keep_alive=False):
     for name in ("reasoning", "content"):
         text = getattr(reply, name)
         for begin in range(0, len(text), piece):
-            sent += encoder.delta(**{"reasoning": "", "content": "", name: text[begin : begin + piece]})
+            sent += encoder.delta(
+                **{"reasoning": "", "content": "", name: text[begin : begin + piece]}
+            )
             sent += encoder.keep_alive() if keep_alive else b""
     return sent + encoder.finish(reply, USAGE)
 
@@ -133,7 +143,12 @@ def _chat(stream):
         assert call.pop("index") == index
     if "tool_calls" in message:
         message["content"] = message["content"] or None
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": choice["finish_reason"],
+    }
     return {**last, "object": "chat.completion", "choices": [choice]}
 
 
@@ -141,7 +156,9 @@ def _responses(stream):
     events = events_of(stream)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     whole = events[-1]["response"]
-    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole["output"]
+    assert [
+        event["item"] for event in events if event["type"] == "response.output_item.done"
+    ] == whole["output"]
     sent = {item["id"]: "" for item in whole["output"]}
     for event in events:
         if event["type"].endswith(".delta"):
@@ -210,7 +227,10 @@ CHAT = Api(
     talk={
         "messages": [
             USER,
-            {"role": "assistant", "tool_calls": [message_tool_call(i, name, "{}") for i, name in CALLS]},
+            {
+                "role": "assistant",
+                "tool_calls": [message_tool_call(i, name, "{}") for i, name in CALLS],
+            },
             *({"role": "tool", "tool_call_id": i, "content": "x"} for i in ANSWERED),
         ]
     },
@@ -220,17 +240,28 @@ CHAT = Api(
         for kind, fields in [
             ("function", {"name": name}),
             ("custom", {"name": name}),
-            ("allowed_tools", {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]}),
+            (
+                "allowed_tools",
+                {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]},
+            ),
         ]
     ],
     tools=[[{"type": "function", "function": _TOOL}], [{"type": "custom", "custom": _TOOL}]],
     stop=lambda texts: {"stop": texts},
-    schema=lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+    schema=lambda schema: {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}
+    },
     echoing=lambda whole: {"messages": [USER, whole["choices"][0]["message"]]},
     assembled=_chat,
     elements=(
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}]},
-        {"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "patch"}}]},
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "patch"}}],
+        },
         {"role": "tool", "tool_call_id": "", "name": "wire", "content": "x"},
     ),
 )
@@ -242,7 +273,10 @@ RESPONSES = Api(
     talk={
         "input": [
             USER,
-            *({"type": "function_call", "call_id": i, "name": name, "arguments": "{}"} for i, name in CALLS),
+            *(
+                {"type": "function_call", "call_id": i, "name": name, "arguments": "{}"}
+                for i, name in CALLS
+            ),
             *({"type": "function_call_output", "call_id": i, "output": "x"} for i in ANSWERED),
         ]
     },
@@ -252,18 +286,32 @@ RESPONSES = Api(
         for choice in [
             {"type": "function", "name": name},
             {"type": "custom", "name": name},
-            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name}]},
+            {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": name}],
+            },
         ]
     ],
     tools=[[_FUNCTION], [{**_FUNCTION, "type": "namespace"}]],
     stop=None,
     schema=lambda schema: {"text": {"format": {"type": "json_schema", "schema": schema}}},
-    echoing=lambda whole: {"input": [USER, *whole["output"]], "tools": of_responses.REQUEST["tools"]},
+    echoing=lambda whole: {
+        "input": [USER, *whole["output"]],
+        "tools": of_responses.REQUEST["tools"],
+    },
     assembled=_responses,
     elements=(
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "encrypted_content": sign("c7")},
+        {
+            "type": "reasoning",
+            "summary": [{"type": "summary_text", "text": "Hm."}],
+            "encrypted_content": sign("c7"),
+        },
         {"role": "assistant", "content": "One more."},
-        {"role": "user", "content": [{"type": "input_image", "image_url": "https://x.example/a.png"}]},
+        {
+            "role": "user",
+            "content": [{"type": "input_image", "image_url": "https://x.example/a.png"}],
+        },
         {"type": "additional_tools", "tools": [{"type": "custom", "name": "more"}]},
         {"type": "additional_tools", "tools": [{"type": "function", "name": "agents__spawn"}]},
         {"type": "compaction", "encrypted_content": of_responses.SUMMARY},
@@ -294,9 +342,22 @@ MESSAGES = Api(
     assembled=_messages,
     elements=(
         {"role": "assistant", "content": "One more."},
-        {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}]},
-        *({"role": role, "content": [of_messages.reference("later")]} for role in ("assistant", "user")),
-        {"role": "user", "content": [{**_RESULTS[0], "tool_use_id": "", "content": [of_messages.reference("later")]}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}
+            ],
+        },
+        *(
+            {"role": role, "content": [of_messages.reference("later")]}
+            for role in ("assistant", "user")
+        ),
+        {
+            "role": "user",
+            "content": [
+                {**_RESULTS[0], "tool_use_id": "", "content": [of_messages.reference("later")]}
+            ],
+        },
     ),
     count_target="/v1/messages/count_tokens",
 )
@@ -309,25 +370,47 @@ GEMINI = Api(
     talk={
         "contents": [
             {"role": "user", "parts": [{"text": "Hi"}]},
-            {"role": "model", "parts": [{"functionCall": {"id": i, "name": name}} for i, name in CALLS]},
+            {
+                "role": "model",
+                "parts": [{"functionCall": {"id": i, "name": name}} for i, name in CALLS],
+            },
             {"role": "user", "parts": [{"functionResponse": answer} for answer in _ANSWERS]},
         ]
     },
     forbidding={"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
     choosing=lambda name: [
         {config: {"functionCallingConfig": {"mode": "ANY", names: [name]}}}
-        for config, names in (("toolConfig", "allowedFunctionNames"), ("tool_config", "allowed_function_names"))
+        for config, names in (
+            ("toolConfig", "allowedFunctionNames"),
+            ("tool_config", "allowed_function_names"),
+        )
     ],
     tools=[[{"functionDeclarations": [_TOOL]}]],
     stop=lambda texts: {"generationConfig": {"stopSequences": texts}},
-    schema=lambda schema: {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}},
-    echoing=lambda whole: {"contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]},
+    schema=lambda schema: {
+        "generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}
+    },
+    echoing=lambda whole: {
+        "contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]
+    },
     assembled=_gemini,
     elements=(
-        {"role": "model", "parts": [{"functionCall": {"name": "look"}}, {"text": "Hm.", "thought": True}]},
-        {"role": "model", "parts": [{"text": "a"}, {"functionCall": {"name": "look"}, "thoughtSignature": sign("c7")}]},
+        {
+            "role": "model",
+            "parts": [{"functionCall": {"name": "look"}}, {"text": "Hm.", "thought": True}],
+        },
+        {
+            "role": "model",
+            "parts": [
+                {"text": "a"},
+                {"functionCall": {"name": "look"}, "thoughtSignature": sign("c7")},
+            ],
+        },
         {"role": "function", "parts": {"function_response": {"name": "look", "response": {}}}},
-        {"role": "user", "parts": [{"functionResponse": {"id": "c1", "name": "go", "response": {}}}]},
+        {
+            "role": "user",
+            "parts": [{"functionResponse": {"id": "c1", "name": "go", "response": {}}}],
+        },
         {"parts": [{"inline_data": {"mime_type": "image/png"}}]},
     ),
     count_target="/v1beta/models/gemini-x:countTokens",
@@ -336,8 +419,12 @@ GEMINI = Api(
 ARRAY = replace(GEMINI, stream_target="/v1beta/models/gemini-x:streamGenerateContent")
 """Gemini's other form of a stream."""
 APIS = [CHAT, RESPONSES, MESSAGES, GEMINI]
-REFUSED = [(m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.REFUSED]
+REFUSED = [
+    (m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.REFUSED
+]
 """Decoders of changes of a request; changes; the place or the words of the refusal."""
-MEANS = [(m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.MEANS]
+MEANS = [
+    (m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.MEANS
+]
 """Decoders; changes; a field of the decoded call; its value."""
 every_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.dialect.NAME)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 
 def values(words, names):
-    """Return a strategy for JSON values: often `words` and objects with keys `names`. Texts may hold surrogates."""
+    """Return a strategy for JSON values: often `words` and objects with keys `names`. Texts may
+    hold surrogates."""
     return st.recursive(
         st.none()
         | st.booleans()
@@ -16,7 +17,9 @@ def values(words, names):
         | st.floats()
         | st.text(st.characters(categories=None), max_size=8)
         | st.sampled_from([*words, "\ud83d", '{"a": "\\ud83d"}', "<|im_end|>", "none", 1]),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(names), inner, max_size=4),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(names), inner, max_size=4)
+        ),
         max_leaves=6,
     )
 
@@ -25,7 +28,9 @@ def values(words, names):
 def mutated(draw, request, anything):
     """Return `request` with other values in up to three places."""
     body = copy.deepcopy(request)
-    for path in draw(st.lists(st.sampled_from([p for p in _places(request) if p]), min_size=1, max_size=3)):
+    for path in draw(
+        st.lists(st.sampled_from([p for p in _places(request) if p]), min_size=1, max_size=3)
+    ):
         parent = body
         try:
             for key in path[:-1]:
@@ -45,6 +50,12 @@ def bodies(requests, anything):
 def _places(value, path=()):
     """Yield the path of each value within `value`."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from _places(inner, (*path, key))

@@ -1,4 +1,5 @@
-"""A server for the HTTP clients of SDKs: it answers as the recorder does, and knows some calls by their ids."""
+"""A server for the HTTP clients of SDKs: it answers as the recorder does, and knows some calls by
+their ids."""
 
 import httpx
 
@@ -29,7 +30,8 @@ def by_id(*calls):
 
 
 class Server:
-    """Answers every request with `reply`, a `Reply` or a `DialectError`. A stream fails after its first text.
+    """Answers every request with `reply`, a `Reply` or a `DialectError`. A stream fails after its
+    first text.
 
     A text is streamed one letter at a time, each followed by a keep-alive.
     """

@@ -20,7 +20,11 @@ from rolltap.addons.dialects.call import (
 from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects import hostile
 
-LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
+LOOK = {
+    "name": "look",
+    "description": "Looks.",
+    "input_schema": {"type": "object", "properties": {"at": {}}},
+}
 SHOWN_LOOK = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": LOOK["input_schema"]},
@@ -40,7 +44,10 @@ REQUEST = {
     "messages": [
         {
             "role": "user",
-            "content": [{"type": "text", "text": "<reminder/>\n"}, {"type": "text", "text": "Look there."}],
+            "content": [
+                {"type": "text", "text": "<reminder/>\n"},
+                {"type": "text", "text": "Look there."},
+            ],
         },
         {"role": "system", "content": "It is Monday."},
         {
@@ -80,7 +87,8 @@ def decode(target="/v1/messages?beta=true", **changes):
 
 
 def decode_content(role, content, **changes):
-    """Decode one message, which a user message follows, and before which a tool is called if it is the user's.
+    """Decode one message, which a user message follows, and before which a tool is called if it is
+    the user's.
 
     Return the messages that it becomes.
     """
@@ -96,7 +104,9 @@ def decode_assistant(*content):
 
 def decode_result(*content):
     """Decode a tool result and return its text."""
-    (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": [*content]}])
+    (message,) = decode_content(
+        "user", [{"type": "tool_result", "tool_use_id": "t1", "content": [*content]}]
+    )
     return message["content"]
 
 
@@ -106,7 +116,10 @@ def reference(name):
 
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
-        made = [message_tool_call("t1", "look", {"at": "é", "n": 1}), message_tool_call("t2", "look", {})]
+        made = [
+            message_tool_call("t1", "look", {"at": "é", "n": 1}),
+            message_tool_call("t2", "look", {}),
+        ]
         assert decode() == ModelCall(
             model="claude-x",
             messages=[
@@ -125,11 +138,16 @@ class TestDecode:
             reasoning="hidden",
             requested_sampling={"tool_choice": {"type": "auto"}, "temperature": 0.0},
             hosted_tools=[{"type": SEARCH["type"], "name": "web_search"}, BASH],
-            client_metadata={"metadata.user_id": '{"session_id": "s"}', "diagnostics.previous_message_id": "msg_c7"},
+            client_metadata={
+                "metadata.user_id": '{"session_id": "s"}',
+                "diagnostics.previous_message_id": "msg_c7",
+            },
         )
 
     def test_the_billing_block_of_the_system_prompt_is_dropped(self):
-        billing = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in range(2)]
+        billing = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in range(2)
+        ]
         rest = [{"type": "text", "text": "Be brief."}]
         first, second = (decode(system=[block, *rest]).messages[0] for block in billing)
         assert first == second == {"role": "system", "content": "Be brief."}
@@ -138,7 +156,11 @@ class TestDecode:
     def test_cache_markers_change_nothing(self):
         marked = copy.deepcopy(REQUEST)
         marker = {"cache_control": {"type": "ephemeral"}}
-        for message in [{"content": marked["system"]}, {"content": marked["tools"]}, *marked["messages"]]:
+        for message in [
+            {"content": marked["system"]},
+            {"content": marked["tools"]},
+            *marked["messages"],
+        ]:
             for block in message["content"] if isinstance(message["content"], list) else []:
                 block.update(marker)
         call = decode(**marked)
@@ -149,19 +171,33 @@ class TestDecode:
         assert decode(system="Hi").messages == decode(system=block).messages
         assert decode(system="").messages == decode(system=[{"type": "text", "text": ""}]).messages
         for role in ("user", "system", "assistant"):
-            assert decode_content(role, "Hi") == decode_content(role, block) == [{"role": role, "content": "Hi"}]
+            assert (
+                decode_content(role, "Hi")
+                == decode_content(role, block)
+                == [{"role": role, "content": "Hi"}]
+            )
 
     def test_a_deferred_tool_is_not_shown_until_a_reference_loads_it(self):
         assert decode(tools=[LATER, LOOK]).tools == decode(tools=[LOOK]).tools == [SHOWN_LOOK]
-        shown = {"type": "function", "function": {"name": "later", "parameters": {"type": "object"}}}
+        shown = {
+            "type": "function",
+            "function": {"name": "later", "parameters": {"type": "object"}},
+        }
         assert json.loads(decode_result(reference("later"))) == shown
 
     def test_a_tool_is_defined_by_the_first_reference_and_named_by_later_ones(self):
-        first, second = map(json.loads, decode_result(reference("later"), reference("later")).split("\n"))
+        first, second = map(
+            json.loads, decode_result(reference("later"), reference("later")).split("\n")
+        )
         assert (first["function"]["name"], second) == ("later", {"name": "later"})
 
-    def test_the_blocks_of_a_tool_result_are_lines_and_a_reference_to_an_unknown_tool_is_its_name(self):
-        assert decode_result({"type": "text", "text": "a.py"}, reference("gone")) == 'a.py\n{"name": "gone"}'
+    def test_the_blocks_of_a_tool_result_are_lines_and_a_reference_to_an_unknown_tool_is_its_name(
+        self,
+    ):
+        assert (
+            decode_result({"type": "text", "text": "a.py"}, reference("gone"))
+            == 'a.py\n{"name": "gone"}'
+        )
 
     def test_tool_results_come_before_the_text_of_their_message(self):
         result = {"type": "tool_result", "tool_use_id": "t1"}
@@ -184,7 +220,10 @@ class TestDecode:
     def test_consecutive_assistant_messages_are_one_turn(self):
         thinking, text, *uses = REQUEST["messages"][2]["content"]
         split = [{"role": "assistant", "content": part} for part in ([thinking], [text], uses)]
-        assert decode(messages=[*REQUEST["messages"][:2], *split, REQUEST["messages"][3]]).messages == decode().messages
+        assert (
+            decode(messages=[*REQUEST["messages"][:2], *split, REQUEST["messages"][3]]).messages
+            == decode().messages
+        )
 
     @pytest.mark.parametrize("data", [sign("c7"), "EmwKAhgBEgy3va3pzix"], ids=["ours", "another's"])
     def test_redacted_thinking_names_a_call_only_when_it_was_issued_here(self, data):
@@ -209,8 +248,13 @@ class TestDecode:
     def test_what_is_neither_text_nor_said_to_be_a_file_is_refused_by_its_place(self, kind):
         picture = {"type": kind, "source": "a.png"}
         result = {"type": "tool_result", "tool_use_id": "t1", "content": [picture]}
-        for block, place in ((picture, "messages.1.content.0"), (result, "messages.1.content.0.content.0")):
-            with pytest.raises(DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"):
+        for block, place in (
+            (picture, "messages.1.content.0"),
+            (result, "messages.1.content.0.content.0"),
+        ):
+            with pytest.raises(
+                DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"
+            ):
                 decode_content("user", [block])
 
 
@@ -218,7 +262,9 @@ HEAD = ReplyContext("c9", 5, "/v1/messages", ModelCall("claude-x", [], []))
 
 
 def encoded(reply):
-    return json.loads(routes.MESSAGES.encode_reply(HEAD, reply, Usage(prompt=7, completion=3, cached=4)))
+    return json.loads(
+        routes.MESSAGES.encode_reply(HEAD, reply, Usage(prompt=7, completion=3, cached=4))
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +279,9 @@ def encoded(reply):
     ids=["an object", "not JSON", "a list", "like wrapped text", "infinite"],
 )
 def test_arguments_are_an_object_whatever_was_sampled(text, expected):
-    (block,) = encoded(Reply(tool_calls=[ToolCall("call_1", "look", text)], finish_reason="tool_calls"))["content"]
+    (block,) = encoded(
+        Reply(tool_calls=[ToolCall("call_1", "look", text)], finish_reason="tool_calls")
+    )["content"]
     assert block == {"type": "tool_use", "id": "call_1", "name": "look", "input": expected}
 
 
@@ -265,14 +313,21 @@ def test_an_error_has_the_type_of_its_status(status, kind):
     error = DialectError("No.", status=status)
     body = routes.MESSAGES.encode_error(error)
     assert json.loads(body) == {"type": "error", "error": {"type": kind, "message": "No."}}
-    assert routes.MESSAGES.stream_encoder(HEAD).error(error) == b"event: error\ndata: " + body + b"\n\n"
+    assert (
+        routes.MESSAGES.stream_encoder(HEAD).error(error)
+        == b"event: error\ndata: " + body + b"\n\n"
+    )
 
 
 def test_reasoning_that_is_not_sent_keeps_the_connection_open():
     encoder = routes.MESSAGES.stream_encoder(
         replace(HEAD, model_call=ModelCall("claude-x", [], [], reasoning="hidden"))
     )
-    assert encoder.delta("Hm.", "") == encoder.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert (
+        encoder.delta("Hm.", "")
+        == encoder.keep_alive()
+        == b'event: ping\ndata: {"type":"ping"}\n\n'
+    )
 
 
 SIGNED = """
@@ -283,13 +338,22 @@ content_block_start text_delta content_block_stop message_delta message_stop
 
 def test_thinking_is_signed_before_its_block_ends():
     encoder = routes.MESSAGES.stream_encoder(HEAD)
-    sent = encoder.start() + encoder.delta("Hm.", "Hi") + encoder.finish(Reply("Hi", "Hm."), Usage(7, 3))
+    sent = (
+        encoder.start()
+        + encoder.delta("Hm.", "Hi")
+        + encoder.finish(Reply("Hi", "Hm."), Usage(7, 3))
+    )
     events = [json.loads(line) for line in re.findall(b"data: (.*)", sent)]
-    kinds = [e["delta"]["type"] if e["type"] == "content_block_delta" else e["type"] for e in events]
+    kinds = [
+        e["delta"]["type"] if e["type"] == "content_block_delta" else e["type"] for e in events
+    ]
     assert kinds == SIGNED.split()
 
 
-FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
+FORMAT = {
+    "type": "json_schema",
+    "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}},
+}
 ASKED = {"tool_choice": {"type": "auto"}, "temperature": 0.0}
 LOW = {"effort": "low", "format": {"type": "json_schema"}}
 REFUSED = [
@@ -304,12 +368,30 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: "),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: "),
     ({"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages.0.content.0.type: "),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: "),
-    ({"messages": [{"role": "user", "content": [{"type": "robot"}]}]}, "messages.0.content.0.type: "),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.type: "),
-    ({"messages": [{"role": "system", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.type: "),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content.0.tool_use_id: "),
-    ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "content.0.thinking: "),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages.0.content.0.text: ",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "robot"}]}]},
+        "messages.0.content.0.type: ",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+        "messages.0.content.0.type: ",
+    ),
+    (
+        {"messages": [{"role": "system", "content": [{"type": "tool_result"}]}]},
+        "messages.0.content.0.type: ",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        "content.0.tool_use_id: ",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]},
+        "content.0.thinking: ",
+    ),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content.0.name: "),
     ({"system": 5}, "system: "),
     ({"system": [{"type": "image"}]}, "system.0.type: "),
@@ -319,7 +401,10 @@ REFUSED = [
     ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
     ({"stop_sequences": [5]}, "stop_sequences.0: "),
     *(
-        ({"messages": [{"role": "assistant", "content": [{**USE, key: value}]}]}, f"messages.0.content.0.{key}: ")
+        (
+            {"messages": [{"role": "assistant", "content": [{**USE, key: value}]}]},
+            f"messages.0.content.0.{key}: ",
+        )
         for key, value in (("id", None), ("name", ""), ("input", "{}"), ("input", None))
     ),
     (
@@ -331,9 +416,17 @@ REFUSED = [
 MEANS = [
     ({"output_config": {"effort": "low"}}, "schema", None),
     ({"output_config": {"effort": "low", "format": FORMAT}}, "schema", FORMAT["schema"]),
-    ({"output_config": {"effort": "low", "format": FORMAT}}, "requested_sampling", ASKED | {"output_config": LOW}),
+    (
+        {"output_config": {"effort": "low", "format": FORMAT}},
+        "requested_sampling",
+        ASKED | {"output_config": LOW},
+    ),
     ({"output_format": FORMAT}, "schema", FORMAT["schema"]),
-    ({"output_format": FORMAT}, "requested_sampling", ASKED | {"output_format": {"type": "json_schema"}}),
+    (
+        {"output_format": FORMAT},
+        "requested_sampling",
+        ASKED | {"output_format": {"type": "json_schema"}},
+    ),
     ({"thinking": None}, "reasoning", "hidden"),
     ({"thinking": {"type": "disabled"}}, "reasoning", "hidden"),
     ({"thinking": "enabled"}, "reasoning", "hidden"),
@@ -342,8 +435,29 @@ MEANS = [
     ({"thinking": {"type": "adaptive", "display": "omitted"}}, "reasoning", "signed"),
 ]
 """Changes of the request, and a field of the decoded call with its value."""
-words = ["text", "user", "assistant", "system", "thinking", "tool_use", "tool_result", "tool_reference", "image"]
-keys = ["role", "content", "type", "text", "name", "input", "INVALID_JSON", "tool_name", "source", "tool_use_id"]
+words = [
+    "text",
+    "user",
+    "assistant",
+    "system",
+    "thinking",
+    "tool_use",
+    "tool_result",
+    "tool_reference",
+    "image",
+]
+keys = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "name",
+    "input",
+    "INVALID_JSON",
+    "tool_name",
+    "source",
+    "tool_use_id",
+]
 bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", sign("c1")], keys))
 
 

@@ -12,7 +12,11 @@ EDIT = {
         "name": "edit",
         "parameters": {
             "type": "object",
-            "properties": {"all": {"type": "boolean", "default": False}, "at": {"default": 5}, "text": {}},
+            "properties": {
+                "all": {"type": "boolean", "default": False},
+                "at": {"default": 5},
+                "text": {},
+            },
         },
     },
 }
@@ -22,10 +26,17 @@ REWRITTEN = {
     "quoted numbers": ({"offset": "1", "limit": "-2.50"}, {"offset": 1, "limit": -2.5}),
     "quoted booleans": ({"background": "false", "all": "true"}, {"background": False, "all": True}),
     "blanks at line ends": ({"text": "a \t\n\n b\r\nc\u00a0"}, {"text": "a\n\n b\nc"}),
-    "the folder that it is in": ({"command": "cd /a b/c && ls && cd d && ls"}, {"command": "ls && cd d && ls"}),
-    "backslashes before a semicolon": ({"command": r"find . -exec ls {} \\;"}, {"command": r"find . -exec ls {} \;"}),
+    "the folder that it is in": (
+        {"command": "cd /a b/c && ls && cd d && ls"},
+        {"command": "ls && cd d && ls"},
+    ),
+    "backslashes before a semicolon": (
+        {"command": r"find . -exec ls {} \\;"},
+        {"command": r"find . -exec ls {} \;"},
+    ),
 }
-"""Arguments as sampled, and as Claude Code sent them back: tests of the canonical form compare them."""
+"""Arguments as sampled, and as Claude Code sent them back: tests of the canonical form compare
+them."""
 
 
 @pytest.mark.parametrize(
@@ -51,7 +62,9 @@ def test_different_arguments_are_not_equal(issued, echoed):
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
 )
 
 

@@ -1,4 +1,5 @@
-"""The contract of every dialect for requests and replies. The peculiarities of one are tested in its folder."""
+"""The contract of every dialect for requests and replies. The peculiarities of one are tested in
+its folder."""
 
 import contextlib
 import copy
@@ -16,7 +17,18 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, ToolCall
 from rolltap.addons.dialects.json_values import parse_arguments
 from tests.addons.dialects import apis
-from tests.addons.dialects.apis import APIS, ARRAY, CHAT, GEMINI, MESSAGES, RESPONSES, USAGE, every_api, parse, streamed
+from tests.addons.dialects.apis import (
+    APIS,
+    ARRAY,
+    CHAT,
+    GEMINI,
+    MESSAGES,
+    RESPONSES,
+    USAGE,
+    every_api,
+    parse,
+    streamed,
+)
 from tests.deep import examples
 
 
@@ -45,7 +57,9 @@ def outcome(api, request, known=()):
 @every_api
 @examples(1000)
 @given(data=st.data(), offered=st.booleans())
-def test_parts_of_an_earlier_request_stand_for_the_elements_that_it_has_in_common(api, data, offered):
+def test_parts_of_an_earlier_request_stand_for_the_elements_that_it_has_in_common(
+    api, data, offered
+):
     key = api.dialect.CONVERSATION
     elements = data.draw(api.conversations)
     num_common = data.draw(st.integers(0, len(elements)))
@@ -88,8 +102,26 @@ def test_any_depth_is_a_model_call_or_a_refusal(api, depth):
 @every_api
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"\xff", b"[" * 100_000, b'{"n": ' + b"1" * 5000 + b"}", b'{"model": "\xed\xa0\x80"}', b"[]", b"NaN"],
-    ids=["empty", "cut", "not UTF-8", "too deep", "too many digits", "a surrogate's bytes", "a list", "a number"],
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"n": ' + b"1" * 5000 + b"}",
+        b'{"model": "\xed\xa0\x80"}',
+        b"[]",
+        b"NaN",
+    ],
+    ids=[
+        "empty",
+        "cut",
+        "not UTF-8",
+        "too deep",
+        "too many digits",
+        "a surrogate's bytes",
+        "a list",
+        "a number",
+    ],
 )
 def test_a_body_that_is_no_json_object_is_refused(api, body):
     with pytest.raises(DialectError) as refused:
@@ -115,16 +147,28 @@ def test_an_option_of_a_request_is_a_field_of_the_call(decode, changes, field, v
 def test_a_lone_surrogate_becomes_a_replacement_character(api, cut):
     text = json.dumps(api.request).replace("u00e9", cut)
     messages = api.decode_bytes(text.encode()).messages
-    assert messages == json.loads(json.dumps(api.decode(api.request).messages).replace("u00e9", "ufffd"))
+    assert messages == json.loads(
+        json.dumps(api.decode(api.request).messages).replace("u00e9", "ufffd")
+    )
 
 
-@pytest.mark.parametrize(("api", "key"), [(CHAT, "messages"), (RESPONSES, "input")], ids=["chat", "responses"])
+@pytest.mark.parametrize(
+    ("api", "key"), [(CHAT, "messages"), (RESPONSES, "input")], ids=["chat", "responses"]
+)
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("Hi", "Hi"), (None, ""), ([], ""), ([{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab")],
+    [
+        ("Hi", "Hi"),
+        (None, ""),
+        ([], ""),
+        ([{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab"),
+    ],
 )
 def test_content_is_text_however_it_is_written(api, key, content, text):
-    assert api.decode({key: [{"role": "assistant", "content": content}]}).messages[0]["content"] == text
+    assert (
+        api.decode({key: [{"role": "assistant", "content": content}]}).messages[0]["content"]
+        == text
+    )
 
 
 @pytest.mark.parametrize("api", [CHAT, RESPONSES], ids=["chat", "responses"])
@@ -136,7 +180,9 @@ def test_no_new_text_is_no_event(api):
 def test_a_result_has_the_name_of_its_tool(api):
     decoded = api.decode(api.talk).messages[-3:]
     names = dict(apis.CALLS)
-    assert decoded == [{"role": "tool", "content": "x", "tool_call_id": i, "name": names[i]} for i in apis.ANSWERED]
+    assert decoded == [
+        {"role": "tool", "content": "x", "tool_call_id": i, "name": names[i]} for i in apis.ANSWERED
+    ]
 
 
 @every_api
@@ -150,7 +196,9 @@ NOT_OFFERED = {
     "openai-chat": "Tool choice 'gone' not found in 'tools' parameter.",
     "openai-responses": "Tool choice 'gone' not found in 'tools' parameter.",
     "anthropic-messages": "Tool 'gone' not found in provided tools",
-    "google-generate-content": "allowed_function_names[0]': it must be the name of a declared function",
+    "google-generate-content": (
+        "allowed_function_names[0]': it must be the name of a declared function"
+    ),
 }
 UNKNOWN = {
     "openai-chat": "'tool_call_id' of 'gone' not found in 'tool_calls' of previous message.",
@@ -167,16 +215,23 @@ def test_a_choice_of_a_tool_that_is_not_offered_is_refused(api):
         for tools in ({}, {"tools": []}):
             with pytest.raises(DialectError) as refused:
                 api.decode({**spelled, **gone, **tools})
-            assert (refused.value.status, NOT_OFFERED[api.dialect.NAME] in str(refused.value)) == (400, True)
+            assert (refused.value.status, NOT_OFFERED[api.dialect.NAME] in str(refused.value)) == (
+                400,
+                True,
+            )
 
 
 @pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=lambda api: api.dialect.NAME)
 def test_a_result_of_no_call_before_it_is_refused(api):
     *before, after = json.dumps(api.talk).rpartition('"c2"')
     gone = json.loads(before[0] + '"gone"' + after)
-    turned = {key: value[::-1] if isinstance(value, list) else value for key, value in api.talk.items()}
+    turned = {
+        key: value[::-1] if isinstance(value, list) else value for key, value in api.talk.items()
+    }
     for asked, tool_call_id in ((gone, "gone"), (turned, r"c\d")):
-        with pytest.raises(DialectError, match=UNKNOWN[api.dialect.NAME].replace("gone", tool_call_id)) as refused:
+        with pytest.raises(
+            DialectError, match=UNKNOWN[api.dialect.NAME].replace("gone", tool_call_id)
+        ) as refused:
             api.decode(asked)
         assert refused.value.status == 400
 
@@ -198,7 +253,9 @@ def test_a_name_an_id_or_a_schema_that_is_too_long_is_refused(api):
     bodies.append(json.loads(json.dumps(api.talk).replace('"c1"', json.dumps(apis.LONG))))
     model = {**api.talk, "model": apis.LONG}, api.target.replace("gemini-x", apis.LONG)
     for body, target in (model, *((body, api.target) for body in bodies)):
-        with pytest.raises(DialectError, match=r"a string of at most (256|1,024) characters") as refused:
+        with pytest.raises(
+            DialectError, match=r"a string of at most (256|1,024) characters"
+        ) as refused:
             api.decode(body, target)
         assert len(str(refused.value)) < 300
     schema = {"type": "object", "description": "d" * (256 * 1024)}
@@ -216,11 +273,20 @@ def test_stop_texts_are_few_and_short(api):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 ODD = (
-    ["", "{", '{"INVALID_JSON": "x"}', '{"INVALID_JSON": {}}', '{"INVALID_JSON": "x", "b": 1}', '{"n": 1e400}']
+    [
+        "",
+        "{",
+        '{"INVALID_JSON": "x"}',
+        '{"INVALID_JSON": {}}',
+        '{"INVALID_JSON": "x", "b": 1}',
+        '{"n": 1e400}',
+    ]
     + ['{"n": NaN}', '{"n": 1e22}', '{"a": "\\ud83d"}', "9" * 5000, "[" * 100_000]
     + ['{"a":' * depth + "{}" + "}" * depth for depth in (60, 500)]
 )
@@ -231,7 +297,8 @@ ARGUMENTS = (
     | st.sampled_from(ODD)
 )
 SAMPLED = st.tuples(st.text(min_size=1), ARGUMENTS) | st.tuples(
-    st.sampled_from(["patch", "agents__exec"]), st.text().map(lambda text: json.dumps({"input": text}))
+    st.sampled_from(["patch", "agents__exec"]),
+    st.text().map(lambda text: json.dumps({"input": text})),
 )
 REPLIES = st.builds(
     Reply,
@@ -245,10 +312,14 @@ REPLIES = st.builds(
 
 
 def same(one, other):
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN equals NaN here
+    return json.dumps(one, sort_keys=True) == json.dumps(
+        other, sort_keys=True
+    )  # NaN equals NaN here
 
 
-@pytest.mark.parametrize("api", [*APIS, ARRAY], ids=lambda api: f"{api.dialect.NAME} {api.stream_target}")
+@pytest.mark.parametrize(
+    "api", [*APIS, ARRAY], ids=lambda api: f"{api.dialect.NAME} {api.stream_target}"
+)
 @examples(1000)
 @given(reply=REPLIES, piece=st.integers(1, 12), keep_alive=st.booleans())
 def test_a_stream_adds_up_to_the_whole_reply_whose_echo_is_the_reply(api, reply, piece, keep_alive):
@@ -284,7 +355,8 @@ def bytes_taken(function):
 @every_api
 @pytest.mark.parametrize("field", ["reasoning", "content"])
 def test_the_work_of_a_delta_does_not_grow_with_the_reply(api, field):
-    """An encoder that went through its text with each delta would make more calls, or have a copy of the text."""
+    """An encoder that went through its text with each delta would make more calls, or have a copy
+    of the text."""
     encoder = api.dialect.stream_encoder(api.context())
     pieces = {"reasoning": "", "content": "", field: "x" * 1000}
     lengths, calls, taken = [], [], []

@@ -14,20 +14,41 @@ def result(tool_call_id, **fields):
 
 
 def test_the_last_call_of_an_id_before_the_result_decides_and_not_the_name_that_the_result_came_with():
-    conversation = [result("c"), called("c", "look"), result("c"), called("c", "go"), result("c", name="other")]
-    assert [message.get("name") for message in name_results(conversation)] == [None, None, "look", None, "go"]
+    conversation = [
+        result("c"),
+        called("c", "look"),
+        result("c"),
+        called("c", "go"),
+        result("c", name="other"),
+    ]
+    assert [message.get("name") for message in name_results(conversation)] == [
+        None,
+        None,
+        "look",
+        None,
+        "go",
+    ]
 
 
 @pytest.mark.parametrize("tool_call_id", ["c9", ""])
 def test_a_result_of_an_unknown_call_has_no_name_but_its_own(tool_call_id):
-    conversation = [called("c", "look"), called("", "go"), result(tool_call_id), result(tool_call_id, name="wire")]
+    conversation = [
+        called("c", "look"),
+        called("", "go"),
+        result(tool_call_id),
+        result(tool_call_id, name="wire"),
+    ]
     assert [message.get("name") for message in name_results(conversation)[2:]] == [None, "wire"]
 
 
 def test_a_known_part_keeps_its_messages_in_a_request_with_other_calls_before_it():
     known = Part([result("c")])
     looks, goes = (name_parts([Part([called("c", name)]), known]) for name in ("look", "go"))
-    assert [parts[-1].messages[0].get("name") for parts in (looks, goes, [known])] == ["look", "go", None]
+    assert [parts[-1].messages[0].get("name") for parts in (looks, goes, [known])] == [
+        "look",
+        "go",
+        None,
+    ]
     assert all(part is again for part, again in zip(looks, name_parts(looks), strict=True))
 
 

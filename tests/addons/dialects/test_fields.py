@@ -4,7 +4,15 @@ from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.fields import Fields, Wording
 from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES, USER
 
-BODY = {"a": "x", "no": "", "n": 3, "yes": True, "list": [{"b": {"c": 1}}], "texts": ["x", "", "y"], "mixed": ["x", 5]}
+BODY = {
+    "a": "x",
+    "no": "",
+    "n": 3,
+    "yes": True,
+    "list": [{"b": {"c": 1}}],
+    "texts": ["x", "", "y"],
+    "mixed": ["x", 5],
+}
 FIELDS = Fields(BODY, Wording("At {place}: {expected}.", index="<{}>", name=str.upper))
 
 
@@ -39,8 +47,16 @@ def test_a_valid_field_is_returned(read, key, value):
         (Fields.texts, "n", "At N: a list."),
         (Fields.texts, "mixed", "At MIXED<1>: a string."),
         (lambda fields, key: fields.choice(key, ("y", "z")), "a", "At A: 'y' or 'z', not 'x'."),
-        (lambda fields, key: next(fields.objects("list")).inner("b").text(key), "c", "At LIST<0>.B.C: a string."),
-        (lambda fields, key: fields.inner("gone").inner("b").text(key), "c", "At GONE.B.C: a string."),
+        (
+            lambda fields, key: next(fields.objects("list")).inner("b").text(key),
+            "c",
+            "At LIST<0>.B.C: a string.",
+        ),
+        (
+            lambda fields, key: fields.inner("gone").inner("b").text(key),
+            "c",
+            "At GONE.B.C: a string.",
+        ),
     ],
 )
 def test_a_refusal_names_the_place_and_the_expected_value(read, key, sentence):
@@ -54,8 +70,16 @@ def test_a_refusal_names_the_place_and_the_expected_value(read, key, sentence):
     [
         (CHAT, {"messages": [{"content": [5]}]}, "'messages[0].role' must be "),
         (RESPONSES, {"input": [USER | {"content": [5]}]}, "'input[0].content[0]' must be "),
-        (MESSAGES, {"max_tokens": 1, "messages": [USER | {"content": [5]}]}, "messages.0.content.0: Input should be "),
-        (GEMINI, {"contents": [{"parts": 5}]}, "Invalid value at 'contents[0].parts': it must be a list"),
+        (
+            MESSAGES,
+            {"max_tokens": 1, "messages": [USER | {"content": [5]}]},
+            "messages.0.content.0: Input should be ",
+        ),
+        (
+            GEMINI,
+            {"contents": [{"parts": 5}]},
+            "Invalid value at 'contents[0].parts': it must be a list",
+        ),
     ],
     ids=lambda value: getattr(value, "dialect", None) and value.dialect.NAME,
 )

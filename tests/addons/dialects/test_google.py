@@ -40,29 +40,58 @@ REQUEST = {
         {
             "role": "user",
             "parts": [
-                {"functionResponse": {"id": "c1", "name": "look", "response": {"output": "Nothing."}}},
+                {
+                    "functionResponse": {
+                        "id": "c1",
+                        "name": "look",
+                        "response": {"output": "Nothing."},
+                    }
+                },
                 {"text": "Go on."},
-                {"functionResponse": {"id": "c2", "name": "look", "response": {"error": "Too dark."}}},
+                {
+                    "functionResponse": {
+                        "id": "c2",
+                        "name": "look",
+                        "response": {"error": "Too dark."},
+                    }
+                },
             ],
         },
     ],
     "tools": [
-        {"functionDeclarations": [{"name": "look", "description": "Looks.", "parametersJsonSchema": SCHEMA}]},
+        {
+            "functionDeclarations": [
+                {"name": "look", "description": "Looks.", "parametersJsonSchema": SCHEMA}
+            ]
+        },
         {"googleSearch": {}},
     ],
     "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
     "safetySettings": [],
-    "generationConfig": {"maxOutputTokens": 5, "stopSequences": ["END"], "temperature": 0.0, "candidateCount": 1},
+    "generationConfig": {
+        "maxOutputTokens": 5,
+        "stopSequences": ["END"],
+        "temperature": 0.0,
+        "candidateCount": 1,
+    },
 }
 
 
 def snake(value):
-    """Return a request with the names of its fields in snake case, and each list of one message as the message."""
+    """Return a request with the names of its fields in snake case, and each list of one message as
+    the message."""
     if isinstance(value, list):
-        return snake(value[0]) if len(value) == 1 and isinstance(value[0], dict) else [*map(snake, value)]
+        return (
+            snake(value[0])
+            if len(value) == 1 and isinstance(value[0], dict)
+            else [*map(snake, value)]
+        )
     if not isinstance(value, dict):
         return value
-    return {re.sub("[A-Z]", lambda big: f"_{big[0].lower()}", key): snake(inner) for key, inner in value.items()}
+    return {
+        re.sub("[A-Z]", lambda big: f"_{big[0].lower()}", key): snake(inner)
+        for key, inner in value.items()
+    }
 
 
 SNAKE_REQUEST = {**snake(REQUEST), "tool_config": REQUEST["toolConfig"]}
@@ -106,7 +135,10 @@ def called(*calls):
 
 
 def answered(*responses):
-    return {"role": "user", "parts": [{"functionResponse": {"response": {}, **answer}} for answer in responses]}
+    return {
+        "role": "user",
+        "parts": [{"functionResponse": {"response": {}, **answer}} for answer in responses],
+    }
 
 
 class TestDecode:
@@ -114,7 +146,9 @@ class TestDecode:
         assert decode() == CALL
 
     def test_snake_case_and_lists_of_one_mean_the_same(self):
-        assert routes.GEMINI.decode(parse_object(json.dumps(SNAKE_REQUEST).encode()), GENERATE) == CALL
+        assert (
+            routes.GEMINI.decode(parse_object(json.dumps(SNAKE_REQUEST).encode()), GENERATE) == CALL
+        )
 
     def test_the_path_says_model_and_stream(self):
         assert not decode().stream
@@ -131,12 +165,17 @@ class TestDecode:
     @pytest.mark.parametrize(
         ("instruction", "text"),
         [
-            *((said, ["One.\n\nTwo."]) for said in ("One.\n\nTwo.", {"parts": [{"text": "One."}, {"text": "Two."}]})),
+            *(
+                (said, ["One.\n\nTwo."])
+                for said in ("One.\n\nTwo.", {"parts": [{"text": "One."}, {"text": "Two."}]})
+            ),
             ({"parts": {"text": "One."}}, ["One."]),
             *((said, []) for said in (None, "", {}, {"parts": []}, {"parts": [{"text": ""}]})),
         ],
     )
-    def test_the_parts_of_the_system_instruction_are_separate_texts_and_an_empty_one_is_none(self, instruction, text):
+    def test_the_parts_of_the_system_instruction_are_separate_texts_and_an_empty_one_is_none(
+        self, instruction, text
+    ):
         messages = decode(systemInstruction=instruction).messages
         assert [message["content"] for message in messages if message["role"] == "system"] == text
 
@@ -149,7 +188,9 @@ class TestDecode:
         ids=["not issued here", "alone"],
     )
     def test_a_signature_may_be_anothers_and_a_part_of_its_own(self, part, message):
-        assert decode_contents({"role": "model", "parts": [part]}) == [{"role": "assistant", **message}]
+        assert decode_contents({"role": "model", "parts": [part]}) == [
+            {"role": "assistant", **message}
+        ]
 
     def test_consecutive_user_contents_are_separate_messages_and_those_of_the_model_one(self):
         roles = [None, "user", "model", "model", "function"]
@@ -164,7 +205,9 @@ class TestDecode:
             called({"name": "look"}),
             answered({"name": "look"}, {"name": "look"}),
         )
-        ids = [[call["id"] for call in m["tool_calls"]] for m in messages if m["role"] == "assistant"]
+        ids = [
+            [call["id"] for call in m["tool_calls"]] for m in messages if m["role"] == "assistant"
+        ]
         assert ids == [["call_1", "call_2", "call_3"], ["call_4"]]
         answers = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
         assert answers == ["call_1", "call_3", "call_2", "call_4", ""]
@@ -172,24 +215,35 @@ class TestDecode:
     def test_a_signed_turn_without_ids_has_those_that_its_calls_were_issued_with(self):
         signed = called({"name": "look"}, {"name": "read"}, {"id": "own", "name": "look"})
         signed["parts"][0]["thoughtSignature"] = sign("call-7")
-        model, *results = decode_contents(signed, answered({"name": "read"}, {"name": "look"}, {"name": "look"}))
+        model, *results = decode_contents(
+            signed, answered({"name": "read"}, {"name": "look"}, {"name": "look"})
+        )
         first, second = tool_call_id("call-7", 0), tool_call_id("call-7", 1)
         assert [call["id"] for call in model["tool_calls"]] == [first, second, "own"]
         assert [result["tool_call_id"] for result in results] == [second, first, "own"]
 
     def test_the_signature_may_be_on_any_part_of_the_turn(self):
-        parts = [{"functionCall": {"name": "look"}}, {"text": "", "thoughtSignature": sign("call-7")}]
+        parts = [
+            {"functionCall": {"name": "look"}},
+            {"text": "", "thoughtSignature": sign("call-7")},
+        ]
         (model,) = decode_contents({"role": "model", "parts": parts})
         assert model["tool_calls"][0]["id"] == tool_call_id("call-7", 0)
 
     @pytest.mark.parametrize("signatures", [0, 1, 2])
-    def test_a_turn_in_several_contents_has_the_ids_that_its_calls_were_issued_with(self, signatures):
+    def test_a_turn_in_several_contents_has_the_ids_that_its_calls_were_issued_with(
+        self, signatures
+    ):
         pieces = [{"functionCall": {"name": "look"}} for _ in range(2)]
         for piece in pieces[:signatures]:
             piece["thoughtSignature"] = sign("call-7")
         answers = answered({"name": "look"}, {"name": "look"})
         split = [{"role": "model", "parts": [piece]} for piece in pieces]
-        ids = [tool_call_id("call-7", 0), tool_call_id("call-7", 1)] if signatures else ["call_1", "call_2"]
+        ids = (
+            [tool_call_id("call-7", 0), tool_call_id("call-7", 1)]
+            if signatures
+            else ["call_1", "call_2"]
+        )
         for turn in ([{"role": "model", "parts": pieces}], split):
             model, *results = decode_contents(*turn, answers)
             assert [call["id"] for call in model["tool_calls"]] == ids
@@ -198,11 +252,21 @@ class TestDecode:
     @pytest.mark.parametrize(
         ("contents", "ids"),
         [
-            ((called(OLD), {"parts": [{"text": "Never mind."}]}, called(NEW), answered({"name": "look"})), ["new"]),
+            (
+                (
+                    called(OLD),
+                    {"parts": [{"text": "Never mind."}]},
+                    called(NEW),
+                    answered({"name": "look"}),
+                ),
+                ["new"],
+            ),
             (
                 (
                     called(OLD, NEW),
-                    answered({"id": "new", "name": "look"}, {"name": "look"}, {"id": "c9", "name": "go"}),
+                    answered(
+                        {"id": "new", "name": "look"}, {"name": "look"}, {"id": "c9", "name": "go"}
+                    ),
                 ),
                 ["new", "old", "c9"],
             ),
@@ -226,7 +290,9 @@ class TestDecode:
         ],
     )
     def test_the_model_sees_a_lone_text_or_json(self, response, text):
-        assert decode_contents(answered({"name": "look", "response": response}))[0]["content"] == text
+        assert (
+            decode_contents(answered({"name": "look", "response": response}))[0]["content"] == text
+        )
 
 
 REFUSED = [
@@ -241,16 +307,25 @@ REFUSED = [
     ({"contents": [{"parts": [{}, {"inline_data": ""}]}]}, "'contents[0].parts[1].inline_data'"),
     ({"contents": [{"parts": [{"fileData": []}]}]}, "takes text only"),
     ({"contents": [{"role": "model", "parts": [{"executable_code": {}}]}]}, "executable_code"),
-    ({"contents": [{"parts": [{"functionCall": {"name": "a"}}]}]}, "'contents[0].parts[0].function_call'"),
+    (
+        {"contents": [{"parts": [{"functionCall": {"name": "a"}}]}]},
+        "'contents[0].parts[0].function_call'",
+    ),
     (
         {"contents": [{"role": "model", "parts": [{"functionResponse": {}}]}]},
         "'contents[0].parts[0].function_response'",
     ),
     ({"contents": [called({"name": ""})]}, "'contents[0].parts[0].function_call.name'"),
-    ({"contents": [called({"name": "a", "args": "{}"})]}, "'contents[0].parts[0].function_call.args'"),
+    (
+        {"contents": [called({"name": "a", "args": "{}"})]},
+        "'contents[0].parts[0].function_call.args'",
+    ),
     ({"contents": [answered({})]}, "'contents[0].parts[0].function_response.name'"),
     ({"contents": [answered({"name": "a", "response": "x"})]}, "function_response.response'"),
-    ({"contents": [answered({"name": "a", "parts": [{"executableCode": {}}]})]}, "function_response.parts[0]"),
+    (
+        {"contents": [answered({"name": "a", "parts": [{"executableCode": {}}]})]},
+        "function_response.parts[0]",
+    ),
     ({"systemInstruction": 1}, "'system_instruction'"),
     ({"generationConfig": []}, "'generation_config'"),
     ({"generationConfig": {"candidateCount": 2}}, "candidate_count"),
@@ -261,12 +336,18 @@ REFUSED = [
     ({"tools": [{"functionDeclarations": [{}]}]}, "'tools[0].function_declarations[0].name'"),
     ({"toolConfig": "AUTO"}, "'tool_config'"),
     ({"cachedContent": "cachedContents/7"}, "'cached_content' is not served here"),
-    ({"generationConfig": {"responseLogprobs": True}}, "Logprobs is not enabled for models/gemini-x"),
+    (
+        {"generationConfig": {"responseLogprobs": True}},
+        "Logprobs is not enabled for models/gemini-x",
+    ),
     ({"generationConfig": {"logprobs": 3}}, "Logprobs is not enabled for models/gemini-x"),
     ({"generationConfig": {"responseModalities": ["TEXT", "AUDIO"]}}, "response_modalities"),
     ({"generationConfig": {"responseMimeType": "text/html"}}, "response_mime_type"),
     *(
-        ({"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": schema}}, "response_schema")
+        (
+            {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": schema}},
+            "response_schema",
+        )
         for schema in (None, {}, {"enum": []}, {"enum": [5]}, {"enum": {"a": "b"}})
     ),
 ]
@@ -283,12 +364,18 @@ MEANS = [
             ({"responseMimeType": "text/plain"}, None),
             ({"responseLogprobs": False, "responseModalities": ["TEXT"]}, None),
             ({"responseMimeType": "application/json"}, {}),
-            ({"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT"}}, {"type": "object"}),
+            (
+                {"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT"}},
+                {"type": "object"},
+            ),
             (
                 {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", **ENUM}},
                 {"type": "string", **ENUM},
             ),
-            ({"response_mime_type": "application/json", "responseJsonSchema": {"type": "null"}}, {"type": "null"}),
+            (
+                {"response_mime_type": "application/json", "responseJsonSchema": {"type": "null"}},
+                {"type": "null"},
+            ),
         ]
     ),
     *(
@@ -301,7 +388,14 @@ MEANS = [
         ]
     ),
     (
-        {"generationConfig": {"topK": 64, "thinkingConfig": {"includeThoughts": True}, "seed": None}, **UNSET},
+        {
+            "generationConfig": {
+                "topK": 64,
+                "thinkingConfig": {"includeThoughts": True},
+                "seed": None,
+            },
+            **UNSET,
+        },
         "requested_sampling",
         {"topK": 64, "thinkingConfig": {"includeThoughts": True}},
     ),
@@ -316,10 +410,18 @@ def test_what_the_sdk_sends_is_understood():
     look = types.FunctionDeclaration(name="look", description="Looks.", parameters=schema)
     call = types.Part(
         function_call=types.FunctionCall(id="c1", name="look", args={"at": "é"}),
-        thought_signature=types.Part.model_validate({"thoughtSignature": sign("call-7")}).thought_signature,
+        thought_signature=types.Part.model_validate(
+            {"thoughtSignature": sign("call-7")}
+        ).thought_signature,
     )
-    answer = types.Part(function_response=types.FunctionResponse(id="c1", name="look", response={"result": "Nothing."}))
-    genai.Client(api_key="k", http_options=types.HttpOptions(httpx_client=server.client)).models.generate_content(
+    answer = types.Part(
+        function_response=types.FunctionResponse(
+            id="c1", name="look", response={"result": "Nothing."}
+        )
+    )
+    genai.Client(
+        api_key="k", http_options=types.HttpOptions(httpx_client=server.client)
+    ).models.generate_content(
         model="gemini-x",
         contents=[
             types.UserContent("Look."),
@@ -332,7 +434,10 @@ def test_what_the_sdk_sends_is_understood():
             stop_sequences=["END"],
             temperature=0.5,
             thinking_config=types.ThinkingConfig(include_thoughts=True),
-            tools=[types.Tool(function_declarations=[look]), types.Tool(google_search=types.GoogleSearch())],
+            tools=[
+                types.Tool(function_declarations=[look]),
+                types.Tool(google_search=types.GoogleSearch()),
+            ],
             response_mime_type="application/json",
             response_schema={"type": "OBJECT", "properties": {"a": {"type": "INTEGER"}}},
         ),
@@ -347,7 +452,11 @@ def test_what_the_sdk_sends_is_understood():
     ]
     parameters = {"type": "object", "properties": {"at": {"type": "string", "minLength": 1}}}
     assert decoded.tools == [function_tool("look", "Looks.", parameters)]
-    assert (decoded.hosted_tools, decoded.max_tokens, decoded.stop) == ([{"type": "googleSearch"}], 5, ["END"])
+    assert (decoded.hosted_tools, decoded.max_tokens, decoded.stop) == (
+        [{"type": "googleSearch"}],
+        5,
+        ["END"],
+    )
     assert decoded.schema["properties"] == {"a": {"type": "integer"}}
     assert decoded.requested_sampling["temperature"] == 0.5
 

@@ -13,11 +13,20 @@ SIGNED = {"thoughtSignature": sign("call-9")}
 
 def encoded(reply):
     context = ReplyContext("call-9", 1_700_000_000, GENERATE, replace(CALL, reasoning="shown"))
-    return json.loads(routes.GEMINI.encode_reply(context, reply, Usage(prompt=7, completion=3, cached=2, reasoning=2)))
+    return json.loads(
+        routes.GEMINI.encode_reply(
+            context, reply, Usage(prompt=7, completion=3, cached=2, reasoning=2)
+        )
+    )
 
 
 def test_a_reply_is_one_candidate():
-    reply = Reply("Wait.", "Hm.", [ToolCall("c1", "look", '{"at": "é"}'), ToolCall("c2", "look", "")], "tool_calls")
+    reply = Reply(
+        "Wait.",
+        "Hm.",
+        [ToolCall("c1", "look", '{"at": "é"}'), ToolCall("c2", "look", "")],
+        "tool_calls",
+    )
     parts = [
         {"text": "Hm.", "thought": True},
         {"text": "Wait."},
@@ -25,7 +34,9 @@ def test_a_reply_is_one_candidate():
         {"functionCall": {"id": "c2", "name": "look", "args": {"INVALID_JSON": ""}}},
     ]
     assert encoded(reply) == {
-        "candidates": [{"content": {"role": "model", "parts": parts}, "finishReason": "STOP", "index": 0}],
+        "candidates": [
+            {"content": {"role": "model", "parts": parts}, "finishReason": "STOP", "index": 0}
+        ],
         "usageMetadata": {
             "promptTokenCount": 7,
             "candidatesTokenCount": 1,
@@ -78,7 +89,9 @@ either = pytest.mark.parametrize("api", [GEMINI, ARRAY], ids=["events", "array"]
 def test_the_last_chunk_has_calls_finish_reason_and_usage(api):
     reply = Reply("Wait.", tool_calls=[ToolCall("c1", "look", "{}")], finish_reason="tool_calls")
     text, last = chunks_of(streamed(api, api.context(), reply, piece=9))
-    assert text["candidates"] == [{"content": {"role": "model", "parts": [{"text": "Wait."}]}, "index": 0}]
+    assert text["candidates"] == [
+        {"content": {"role": "model", "parts": [{"text": "Wait."}]}, "index": 0}
+    ]
     assert "usageMetadata" not in text
     (candidate,) = last["candidates"]
     assert [part["functionCall"]["id"] for part in candidate["content"]["parts"]] == ["c1"]
@@ -102,7 +115,9 @@ def test_a_failed_stream_ends_with_the_error(api):
     encoder = routes.GEMINI.stream_encoder(api.context())
     begun = encoder.start() + encoder.delta("", "Hi.")
     *_, last = chunks_of(begun + encoder.error(DialectError("The engine is gone.", status=503)))
-    assert last == {"error": {"code": 503, "message": "The engine is gone.", "status": "UNAVAILABLE"}}
+    assert last == {
+        "error": {"code": 503, "message": "The engine is gone.", "status": "UNAVAILABLE"}
+    }
 
 
 @pytest.mark.parametrize("query", ["alt=sse", "key=x&alt=sse", "%24alt=sse", ""])

@@ -41,20 +41,29 @@ def test_arguments_of_millions_of_values_stay_text_and_a_body_of_many_of_them_is
         parse_object(json.dumps({"calls": calls}).encode())
 
 
-@pytest.mark.parametrize("text", ["1, " * 1_300_000, '{"a": [1, 2]}' * 200_000, "\\" * 4_000_000, '",' * 1_000_000])
+@pytest.mark.parametrize(
+    "text", ["1, " * 1_300_000, '{"a": [1, 2]}' * 200_000, "\\" * 4_000_000, '",' * 1_000_000]
+)
 def test_a_long_text_is_one_value(text):
     body = {"messages": [{"role": "user", "content": text}]}
     assert parse_object(json.dumps(body).encode()) == body
 
 
 def num_values(value):
-    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    inner = (
+        [*value, *value.values()]
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else []
+    )
     return 1 + sum(map(num_values, inner))
 
 
 @given(
     value=st.recursive(
-        st.integers() | st.text('"\\,[{:a'), lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\,[{:a'), inner)
+        st.integers() | st.text('"\\,[{:a'),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\,[{:a'), inner),
     ),
     most=st.integers(0, 20),
 )
@@ -81,7 +90,9 @@ def test_well_formed_text_is_utf8_and_changes_only_surrogates(text):
 
 @given(any_text, st.booleans())
 def test_parsed_json_is_well_formed_all_the_way_down(text, ascii_only):
-    parsed = parse_json(json.dumps({text: [text]}, ensure_ascii=ascii_only).encode("utf-8", "replace").decode())
+    parsed = parse_json(
+        json.dumps({text: [text]}, ensure_ascii=ascii_only).encode("utf-8", "replace").decode()
+    )
     json.dumps(parsed, ensure_ascii=False).encode()
     if not any(0xD800 <= ord(character) < 0xE000 for character in text):
         assert parsed == {text: [text]}
@@ -110,8 +121,16 @@ SECRET = "sk-proj-0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def test_numbers_flags_and_short_words_are_recorded_as_they_are_and_of_other_texts_the_length():
-    words = {"include": ["reasoning.encrypted_content"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    asked = {"temperature": 0.5, "parallel_tool_calls": False, "logit_bias": {"50256": -100}, **words}
+    words = {
+        "include": ["reasoning.encrypted_content"],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
+    asked = {
+        "temperature": 0.5,
+        "parallel_tool_calls": False,
+        "logit_bias": {"50256": -100},
+        **words,
+    }
     assert recordable(asked) == asked
     assert recordable({"temperature": SECRET, "reasoning": {SECRET: [SECRET, "two words"]}}) == {
         "temperature": "(44 characters)",
@@ -120,7 +139,9 @@ def test_numbers_flags_and_short_words_are_recorded_as_they_are_and_of_other_tex
 
 
 def test_the_name_of_a_tool_is_recorded_whatever_its_length():
-    choice = {"tool_choice": {"type": "function", "name": "mcp__github__create_pull_request_review"}}
+    choice = {
+        "tool_choice": {"type": "function", "name": "mcp__github__create_pull_request_review"}
+    }
     assert recordable(choice, {"mcp__github__create_pull_request_review"}) == choice
     assert recordable(choice)["tool_choice"]["name"] == "(39 characters)"
 
@@ -128,17 +149,26 @@ def test_the_name_of_a_tool_is_recorded_whatever_its_length():
 def test_a_schema_is_left_out_because_it_is_recorded_with_what_was_applied():
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
     recorded = recordable({"response_format": form, "responseSchema": {"type": "OBJECT"}})
-    assert recorded == {"response_format": {"type": "json_schema", "json_schema": {"name": "answer"}}}
+    assert recorded == {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer"}}
+    }
 
 
-@pytest.mark.parametrize("value", [[0] * 10_000, {str(n): n for n in range(1000)}], ids=["list", "object"])
+@pytest.mark.parametrize(
+    "value", [[0] * 10_000, {str(n): n for n in range(1000)}], ids=["list", "object"]
+)
 def test_a_long_option_becomes_its_length(value):
     (recorded,) = recordable({"x": value}).values()
     assert recorded == f"({len(json.dumps(value))} characters)"
 
 
 def test_a_hosted_tool_is_recorded_by_its_type_and_name():
-    tool = {"type": "mcp", "server_label": "docs", "server_url": "https://u:p@x.example/KEY", SECRET: 1}
+    tool = {
+        "type": "mcp",
+        "server_label": "docs",
+        "server_url": "https://u:p@x.example/KEY",
+        SECRET: 1,
+    }
     assert recordable_tools([tool, {"name": SECRET}]) == [
         {"type": "mcp", "server_label": "docs"},
         {"name": "(44 characters)"},
@@ -164,7 +194,10 @@ def test_an_error_describes_a_value_without_repeating_texts(value, words):
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(SECRET),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just(SECRET), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text() | st.just(SECRET), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -183,5 +216,7 @@ def test_any_depth_is_recorded():
 
 
 def test_many_hosted_tools_are_recorded_as_their_number():
-    hosted = RESPONSES.decode({**RESPONSES.talk, "tools": [{"type": "web_search"}] * 1000}).hosted_tools
+    hosted = RESPONSES.decode(
+        {**RESPONSES.talk, "tools": [{"type": "web_search"}] * 1000}
+    ).hosted_tools
     assert (len(hosted), hosted[-1]) == (65, "(936 more)")

@@ -1,4 +1,5 @@
-"""Bodies of megabytes that once cost quadratic time. A quadratic way takes minutes for each in the deep suite."""
+"""Bodies of megabytes that once cost quadratic time. A quadratic way takes minutes for each in the
+deep suite."""
 
 import pytest
 
@@ -10,19 +11,26 @@ MANY = 20_000 if DEEP else 2_000
 
 
 def contents(*turns):
-    return GEMINI.decode({"contents": [{"role": role, "parts": parts} for role, parts in turns]}).messages
+    return GEMINI.decode(
+        {"contents": [{"role": role, "parts": parts} for role, parts in turns]}
+    ).messages
 
 
 def test_many_tools_have_their_own_names():
     names = [f"n{i}" for i in range(MANY)]
-    call = RESPONSES.decode({"input": "Hi", "tools": [{"type": "function", "name": name} for name in names]})
+    call = RESPONSES.decode(
+        {"input": "Hi", "tools": [{"type": "function", "name": name} for name in names]}
+    )
     assert [tool["function"]["name"] for tool in call.tools] == names
 
 
 def test_many_tools_that_would_have_the_same_name_have_different_ones():
     parts = ["a"] * 80
     names = [("__".join(parts[:i]), "__".join(parts[i:])) for i in range(1, len(parts))]
-    tools = [{"type": "namespace", "name": a, "tools": [{"type": "function", "name": b}]} for a, b in names]
+    tools = [
+        {"type": "namespace", "name": a, "tools": [{"type": "function", "name": b}]}
+        for a, b in names
+    ]
     call = RESPONSES.decode({"input": "Hi", "tools": tools})
     assert len({tool["function"]["name"] for tool in call.tools}) == len(tools)
 
@@ -31,7 +39,9 @@ def test_many_tools_that_would_have_the_same_name_have_different_ones():
 def test_many_function_responses_find_their_calls(ids):
     fields = [{"name": "look"} | ({"id": f"c{i}"} if ids else {}) for i in range(MANY)]
     answers = [{"functionResponse": answer} for answer in (reversed(fields) if ids else fields)]
-    asked, *results = contents(("model", [{"functionCall": call} for call in fields]), ("user", answers))
+    asked, *results = contents(
+        ("model", [{"functionCall": call} for call in fields]), ("user", answers)
+    )
     answered = [result["tool_call_id"] for result in results]
     assert sorted(answered) == sorted(call["id"] for call in asked["tool_calls"])
     assert answered[0] == (f"c{MANY - 1}" if ids else "call_1")
@@ -64,7 +74,13 @@ def test_many_references_to_a_tool_define_it_once():
         ("cd a && " * 300_000 + "ls", "ls"),
         ("cd " + "a" * 3_000_000 + " && ls", "ls"),
     ],
-    ids=["folders without an end", "backslashes", "backslashes before a semicolon", "many folders", "a long folder"],
+    ids=[
+        "folders without an end",
+        "backslashes",
+        "backslashes before a semicolon",
+        "many folders",
+        "a long folder",
+    ],
 )
 def test_a_long_command_has_its_normal_form(command, normal):
     assert normal_arguments({"command": command}, None) == {"command": normal.rstrip()}
@@ -72,6 +88,9 @@ def test_a_long_command_has_its_normal_form(command, normal):
 
 def test_a_tool_of_many_defaults_costs_a_call_the_arguments_that_it_has():
     properties = {f"p{i}": {"default": "x" * 100} for i in range(MANY)}
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": properties}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"properties": properties}},
+    }
     for i in range(MANY):
         assert normal_arguments({f"p{i}": "x" * 100, "q": "y"}, tool) == {"q": "y"}

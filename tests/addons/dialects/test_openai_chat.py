@@ -19,12 +19,18 @@ from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects import hostile
 
 TARGET = "/v1/chat/completions"
-TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}},
+}
 REQUEST = {
     "model": "gpt-x",
     "messages": [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Look "}, {"type": "text", "text": "there."}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Look "}, {"type": "text", "text": "there."}],
+        },
         {
             "role": "assistant",
             "content": None,
@@ -53,7 +59,9 @@ def decode_message(**message):
 
 def arguments_of(text):
     call = {"id": "c1", "function": {"name": "look", "arguments": text}}
-    return decode_message(role="assistant", tool_calls=[call])["tool_calls"][0]["function"]["arguments"]
+    return decode_message(role="assistant", tool_calls=[call])["tool_calls"][0]["function"][
+        "arguments"
+    ]
 
 
 class TestDecode:
@@ -64,7 +72,9 @@ class TestDecode:
             messages=[
                 {"role": "system", "content": "Be brief."},
                 {"role": "user", "content": "Look there."},
-                assistant_message("", "I look.", [message_tool_call("c1", "look", {"at": "é", "n": 1})]),
+                assistant_message(
+                    "", "I look.", [message_tool_call("c1", "look", {"at": "é", "n": 1})]
+                ),
                 {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
             ],
             tools=[TOOL],
@@ -120,7 +130,10 @@ def test_a_freeform_tool_is_called_with_its_text():
     reply = Reply("", "", [ToolCall("call_1", "patch", '{"input": "*** Begin"}')], "tool_calls")
     body = routes.CHAT.encode_reply(freeform, reply, Usage(7, 3))
     message = ChatCompletion.model_validate_json(body).choices[0].message
-    assert (message.tool_calls[0].custom.name, message.tool_calls[0].custom.input) == ("patch", "*** Begin")
+    assert (message.tool_calls[0].custom.name, message.tool_calls[0].custom.input) == (
+        "patch",
+        "*** Begin",
+    )
     echoed = decode_message(**message.model_dump(exclude_none=True))["tool_calls"][0]["function"]
     assert echoed == {"name": "patch", "arguments": {"input": "*** Begin"}}
 
@@ -147,12 +160,24 @@ REFUSED = [
     ({"messages": [{"role": ["user"]}]}, "'messages[0].role'"),
     ({"messages": [{"role": "user", "content": 5}]}, "'messages[0].content'"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "'messages[0].content[0]'"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages[0].content[0].text'"),
-    ({"messages": [{"role": "user", "content": [{"type": "gif"}]}]}, "content[0]' has type 'gif'; this model takes"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "'messages[0].content[0].text'",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "gif"}]}]},
+        "content[0]' has type 'gif'; this model takes",
+    ),
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "'messages[0].tool_calls'"),
     ({"messages": [{"role": "assistant", "tool_calls": [None]}]}, "'messages[0].tool_calls[0]'"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "tool_calls[0].function.name'"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]}, ".function.name'"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
+        "tool_calls[0].function.name'",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},
+        ".function.name'",
+    ),
     ({"tools": "x"}, "'tools'"),
     ({"tools": [TOOL, "x"]}, "'tools[1]'"),
     ({"tools": [{"type": 5}]}, "'tools[0].type'"),
@@ -165,9 +190,18 @@ REFUSED = [
     ({"max_completion_tokens": True}, "'max_completion_tokens'"),
     ({"max_completion_tokens": "9"}, "'max_completion_tokens'"),
     ({"modalities": ["text", "audio"]}, "'modalities'"),
-    ({"messages": [{"role": "assistant", "function_call": {"name": "look"}}]}, "Use 'tool_calls' instead."),
-    ({"functions": [TOOL["function"]]}, "Unsupported parameter: 'functions' is not supported with this model"),
-    ({"function_call": "auto"}, "Unsupported parameter: 'function_call' is not supported with this model"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {"name": "look"}}]},
+        "Use 'tool_calls' instead.",
+    ),
+    (
+        {"functions": [TOOL["function"]]},
+        "Unsupported parameter: 'functions' is not supported with this model",
+    ),
+    (
+        {"function_call": "auto"},
+        "Unsupported parameter: 'function_call' is not supported with this model",
+    ),
     ({"logprobs": True}, "Unsupported parameter: 'logprobs' is not supported with this model"),
     ({"top_logprobs": 5}, "Unsupported parameter: 'top_logprobs' is not supported with this model"),
     ({"audio": {"voice": "x"}}, "Unsupported parameter: 'audio' is not supported with this model"),
@@ -175,11 +209,26 @@ REFUSED = [
 ]
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = [
-    ({"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0}, "tools", [TOOL]),
+    (
+        {"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0},
+        "tools",
+        [TOOL],
+    ),
     ({"modalities": ["text"]}, "tools", [TOOL]),
-    ({"messages": [{"role": "tool", "content": "x", "name": "go"}]}, "messages", [{**RESULT, "name": "go"}]),
-    ({"messages": [{"role": "assistant", "reasoning": "Hm."}]}, "messages", [assistant_message("", "Hm.", [])]),
-    *(({"stream_options": asked}, "include_usage", False) for asked in (None, {}, {"include_usage": False}, "usage")),
+    (
+        {"messages": [{"role": "tool", "content": "x", "name": "go"}]},
+        "messages",
+        [{**RESULT, "name": "go"}],
+    ),
+    (
+        {"messages": [{"role": "assistant", "reasoning": "Hm."}]},
+        "messages",
+        [assistant_message("", "Hm.", [])],
+    ),
+    *(
+        ({"stream_options": asked}, "include_usage", False)
+        for asked in (None, {}, {"include_usage": False}, "usage")
+    ),
     ({"max_completion_tokens": None}, "max_tokens", 9),
     ({"max_completion_tokens": None, "max_tokens": None}, "max_tokens", None),
     ({"tools": [{"type": "web_search"}, TOOL]}, "tools", [TOOL]),
@@ -188,11 +237,19 @@ MEANS = [
     ({"stop": ["x", "y"]}, "stop", ["x", "y"]),
     ({"stop": None}, "stop", []),
     ({"stop": ""}, "stop", []),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, "schema", {"a": 1}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+        "schema",
+        {"a": 1},
+    ),
     ({"response_format": {"type": "json_object"}}, "schema", {}),
     ({"response_format": {"type": "text"}}, "schema", None),
     ({"response_format": None}, "schema", None),
-    ({"metadata": {"promptId": "s####0", "n": 1}}, "client_metadata", {"metadata.promptId": "s####0"}),
+    (
+        {"metadata": {"promptId": "s####0", "n": 1}},
+        "client_metadata",
+        {"metadata.promptId": "s####0"},
+    ),
 ]
 """Changes of the request, and a field of the decoded call with its value."""
 anything = hostile.values(

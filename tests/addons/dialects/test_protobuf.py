@@ -4,7 +4,12 @@ from rolltap.addons.dialects import protobuf
 from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.json_values import nests_deeper
-from rolltap.addons.dialects.protobuf import camel_case_fields, json_schema, message_field, repeated_field
+from rolltap.addons.dialects.protobuf import (
+    camel_case_fields,
+    json_schema,
+    message_field,
+    repeated_field,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,9 +19,15 @@ from rolltap.addons.dialects.protobuf import camel_case_fields, json_schema, mes
         ({"type": "string"}, {"type": "string"}),
         ({"type": "TYPE_UNSPECIFIED", "description": "Any."}, {"description": "Any."}),
         ({"type": ["STRING", "NULL"]}, {"type": ["string", "null"]}),
-        ({"type": "ARRAY", "items": {"type": "INTEGER"}}, {"type": "array", "items": {"type": "integer"}}),
+        (
+            {"type": "ARRAY", "items": {"type": "INTEGER"}},
+            {"type": "array", "items": {"type": "integer"}},
+        ),
         ({"anyOf": [{"type": "NUMBER"}]}, {"anyOf": [{"type": "number"}]}),
-        ({"any_of": [{"type": "NUMBER"}], "nullable": True}, {"anyOf": [{"type": "number"}, {"type": "null"}]}),
+        (
+            {"any_of": [{"type": "NUMBER"}], "nullable": True},
+            {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        ),
         ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
         ({"type": "STRING", "nullable": False}, {"type": "string"}),
         (
@@ -25,7 +36,10 @@ from rolltap.addons.dialects.protobuf import camel_case_fields, json_schema, mes
         ),
         ({"type": "STRING", "format": "date"}, {"type": "string", "format": "date"}),
         ({"minItems": "1", "max_items": 2}, {"minItems": 1, "maxItems": 2}),
-        ({"additionalProperties": {"type": "STRING"}}, {"additionalProperties": {"type": "string"}}),
+        (
+            {"additionalProperties": {"type": "STRING"}},
+            {"additionalProperties": {"type": "string"}},
+        ),
         ({"additionalProperties": False}, {"additionalProperties": False}),
         ({"default": {"type": "STRING", "a_b": 1}}, {"default": {"type": "STRING", "a_b": 1}}),
         (None, None),
@@ -39,7 +53,11 @@ def test_a_schema_becomes_a_json_schema(schema, converted):
 def test_properties_keep_their_names_and_follow_the_property_ordering():
     schema = {
         "type": "OBJECT",
-        "properties": {"type": {"type": "STRING"}, "max_items": {"type": "NUMBER"}, "nullable": {"type": "BOOLEAN"}},
+        "properties": {
+            "type": {"type": "STRING"},
+            "max_items": {"type": "NUMBER"},
+            "nullable": {"type": "BOOLEAN"},
+        },
         "propertyOrdering": ["max_items", "unknown", "type"],
     }
     converted = json_schema(schema)
@@ -65,12 +83,15 @@ def test_a_message_is_an_object_or_absent():
 
 @pytest.mark.parametrize("value", [{"a_b": 1}, [{"a_b": 1}], [{"aB": 1, "c": None}]])
 def test_a_single_message_is_a_list_of_one(value):
-    assert [fields.values for fields in repeated_field(Fields({"parts": value}, protobuf.WORDING), "parts")] == [
-        {"aB": 1}
-    ]
+    assert [
+        fields.values
+        for fields in repeated_field(Fields({"parts": value}, protobuf.WORDING), "parts")
+    ] == [{"aB": 1}]
 
 
-@pytest.mark.parametrize(("value", "depth"), [(1, 0), ({}, 1), ([1], 1), ({"a": [1, {"b": 1}], "c": 1}, 3)])
+@pytest.mark.parametrize(
+    ("value", "depth"), [(1, 0), ({}, 1), ([1], 1), ({"a": [1, {"b": 1}], "c": 1}, 3)]
+)
 def test_depth_counts_objects_and_lists(value, depth):
     assert not nests_deeper(value, depth)
     assert depth == 0 or nests_deeper(value, depth - 1)

@@ -3,7 +3,13 @@ import json
 import pytest
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.routes import Route, advice, find_route, looks_like_model_call, not_served
+from rolltap.addons.dialects.routes import (
+    Route,
+    advice,
+    find_route,
+    looks_like_model_call,
+    not_served,
+)
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -134,12 +140,24 @@ def test_an_api_is_recognised_behind_the_prefix_of_a_provider(dialect, path, pre
     ("method", "path", "route"),
     [
         ("GET", "/openai/v1/models", Route(routes.CHAT, "models", "/openai")),
-        ("POST", "/openai/v1/responses/input_tokens", Route(routes.RESPONSES, "count_tokens", "/openai")),
-        ("POST", "/anthropic/v1/messages/count_tokens", Route(routes.MESSAGES, "count_tokens", "/anthropic")),
+        (
+            "POST",
+            "/openai/v1/responses/input_tokens",
+            Route(routes.RESPONSES, "count_tokens", "/openai"),
+        ),
+        (
+            "POST",
+            "/anthropic/v1/messages/count_tokens",
+            Route(routes.MESSAGES, "count_tokens", "/anthropic"),
+        ),
         ("POST", "/my/gateway" + CHAT, Route(routes.CHAT, "generate", "/my/gateway")),
         ("POST", "/v1" + MESSAGES, Route(routes.MESSAGES, "generate", "/v1")),
         ("POST", "//v1/x/../chat/completions", Route(routes.CHAT, "generate", "//v1/x/..")),
-        ("POST", "/v1beta/models/a/v1/chat/completions:generateContent", Route(routes.GEMINI, "generate")),
+        (
+            "POST",
+            "/v1beta/models/a/v1/chat/completions:generateContent",
+            Route(routes.GEMINI, "generate"),
+        ),
         ("POST", "/x" * 100_000 + CHAT, None),
         ("GET", "/google/x/main/v1/models/model.py", None),
         ("GET", "/exfil/DATA/v1beta/models/SECRET", None),
@@ -186,7 +204,8 @@ def test_a_model_call_is_recognised_however_its_path_is_spelled(path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/threads", "/interactions", "/v1beta/interactions/i/cancel", "/live/sessions/s/events"]
+    "path",
+    ["/v1/threads", "/interactions", "/v1beta/interactions/i/cancel", "/live/sessions/s/events"],
 )
 def test_a_path_that_only_resembles_one_of_a_model_api_is_none(path):
     assert not looks_like_model_call("POST", path)
@@ -201,7 +220,15 @@ def test_a_long_path_is_compared_in_linear_time(piece):
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/embeddings", "/v1/files", "/v1/moderations", "/api/event_logging/batch", "/chat", "/chatter", "/v1/uploads"],
+    [
+        "/v1/embeddings",
+        "/v1/files",
+        "/v1/moderations",
+        "/api/event_logging/batch",
+        "/chat",
+        "/chatter",
+        "/v1/uploads",
+    ],
 )
 def test_other_requests_to_a_model_api_are_none(path):
     assert not looks_like_model_call("POST", path)
@@ -228,7 +255,10 @@ BEDROCK = f"the recorder does not serve Bedrock's Converse and InvokeModel. {USE
         ("/model/us.amazon.nova-pro-v1%3A0/converse", BEDROCK),
         ("/model/arn%3Aaws%3Abedrock%3A%3A1%3Ax%2Fy/converse-stream", BEDROCK),
         ("/model/m/invoke", BEDROCK),
-        ("/openai/v1/threads/t/runs", f"the recorder does not serve OpenAI's Assistants API. {USE}"),
+        (
+            "/openai/v1/threads/t/runs",
+            f"the recorder does not serve OpenAI's Assistants API. {USE}",
+        ),
         ("/model/m/invoke-with-response-stream", BEDROCK),
     ],
     ids=lambda text: text[:40],

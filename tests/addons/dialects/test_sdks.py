@@ -39,7 +39,12 @@ FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}
 TOOLS = [
     FUNCTION,
     {"type": "custom", "name": "patch"},
-    {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**FUNCTION, "name": "spawn"}]},
+    {
+        "type": "namespace",
+        "name": "agents",
+        "description": "Agents.",
+        "tools": [{**FUNCTION, "name": "spawn"}],
+    },
 ]
 """Tools of the Responses API. It sends calls of the last two in forms of their own."""
 THINKING = {"type": "enabled", "budget_tokens": 1024}
@@ -55,7 +60,9 @@ def anthropic_client(server):
 
 
 def google_client(server, **options):
-    return genai.Client(api_key="k", http_options=types.HttpOptions(httpx_client=server.client), **options)
+    return genai.Client(
+        api_key="k", http_options=types.HttpOptions(httpx_client=server.client), **options
+    )
 
 
 def dumped(arguments):
@@ -73,7 +80,8 @@ class Chat:
 
     def ask(self, server, way="whole", **fields):
         create = partial(
-            openai_client(server).chat.completions.create, **{"model": "gpt-x", "messages": [USER], **fields}
+            openai_client(server).chat.completions.create,
+            **{"model": "gpt-x", "messages": [USER], **fields},
         )
         if way == "whole":
             return create()
@@ -83,12 +91,24 @@ class Chat:
         return state.current_completion_snapshot
 
     def read(self, completion):
-        """Return what the SDK parsed: the reply, the tokens of prompt, reply and cache, the id and the model."""
+        """Return what the SDK parsed: the reply, the tokens of prompt, reply and cache, the id and
+        the model."""
         (choice,) = completion.choices
         message, usage = choice.message, completion.usage
-        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
-        reply = Reply(message.content or "", getattr(message, "reasoning_content", ""), calls, choice.finish_reason)
-        counts = usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens_details.cached_tokens
+        calls = [
+            ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()
+        ]
+        reply = Reply(
+            message.content or "",
+            getattr(message, "reasoning_content", ""),
+            calls,
+            choice.finish_reason,
+        )
+        counts = (
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.prompt_tokens_details.cached_tokens,
+        )
         assert usage.total_tokens == 10
         return reply, counts, completion.id, completion.model
 
@@ -120,7 +140,9 @@ class Responses:
 
     def read(self, response):
         items, usage = response.output, response.usage
-        reasoning = "".join(part.text for item in items if item.type == "reasoning" for part in item.summary)
+        reasoning = "".join(
+            part.text for item in items if item.type == "reasoning" for part in item.summary
+        )
         calls = []
         for item in items:
             if item.type == "custom_tool_call":
@@ -128,7 +150,9 @@ class Responses:
             elif item.type == "function_call":
                 name = f"{item.namespace}__{item.name}" if item.namespace else item.name
                 calls.append(ToolCall(item.call_id, name, item.arguments))
-        reply = Reply(response.output_text, reasoning, calls, ended(calls, response.status == "incomplete"))
+        reply = Reply(
+            response.output_text, reasoning, calls, ended(calls, response.status == "incomplete")
+        )
         counts = usage.input_tokens, usage.output_tokens, usage.input_tokens_details.cached_tokens
         return reply, counts, response.id, response.model
 
@@ -143,7 +167,13 @@ class Messages:
 
     def ask(self, server, way="whole", **fields):
         client = anthropic_client(server)
-        asked = {"model": "claude-x", "max_tokens": 100, "messages": [USER], "thinking": THINKING, **fields}
+        asked = {
+            "model": "claude-x",
+            "max_tokens": 100,
+            "messages": [USER],
+            "thinking": THINKING,
+            **fields,
+        }
         if way == "whole":
             return client.messages.create(**asked)
         betas = {"betas": ["interleaved-thinking-2025-05-14"]} if way == "beta stream" else {}
@@ -162,7 +192,12 @@ class Messages:
         )
         assert (message.stop_reason == "stop_sequence") == bool(message.stop_sequence)
         prompt = usage.input_tokens + usage.cache_read_input_tokens
-        return reply, (prompt, usage.output_tokens, usage.cache_read_input_tokens), message.id, message.model
+        return (
+            reply,
+            (prompt, usage.output_tokens, usage.cache_read_input_tokens),
+            message.id,
+            message.model,
+        )
 
     def echoed(self, server, way):
         content = [block.to_dict(mode="json") for block in self.ask(server, way).content]
@@ -192,11 +227,17 @@ class Gemini:
         )
         assert len([part for part in parts if part.thought_signature]) == 1
         usage = last.usage_metadata
-        counts = usage.prompt_token_count, usage.candidates_token_count, usage.cached_content_token_count
+        counts = (
+            usage.prompt_token_count,
+            usage.candidates_token_count,
+            usage.cached_content_token_count,
+        )
         return reply, counts, last.response_id, last.model_version
 
     def echoed(self, server, way):
-        chat = google_client(server, vertexai=way == "Vertex AI").chats.create(model="gemini-x", config=THOUGHTS)
+        chat = google_client(server, vertexai=way == "Vertex AI").chats.create(
+            model="gemini-x", config=THOUGHTS
+        )
         for _ in range(2):
             list(chat.send_message_stream("Hi")) if way == "stream" else chat.send_message("Hi")
         return server.calls[-1].messages[1]
@@ -204,7 +245,8 @@ class Gemini:
 
 CHAT, RESPONSES, MESSAGES, GEMINI = SDKS = Chat(), Responses(), Messages(), Gemini()
 every_way = pytest.mark.parametrize(
-    ("sdk", "way"), [pytest.param(sdk, way, id=f"{type(sdk).__name__}-{way}") for sdk in SDKS for way in sdk.ways]
+    ("sdk", "way"),
+    [pytest.param(sdk, way, id=f"{type(sdk).__name__}-{way}") for sdk in SDKS for way in sdk.ways],
 )
 every_reply = pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
 
@@ -249,14 +291,17 @@ WORDS = ["maximum context length is 8 tokens"] * 2 + [
 ]
 
 
-@pytest.mark.parametrize(("sdk", "words"), list(zip(SDKS, WORDS, strict=True)), ids=lambda sdk: type(sdk).__name__)
+@pytest.mark.parametrize(
+    ("sdk", "words"), list(zip(SDKS, WORDS, strict=True)), ids=lambda sdk: type(sdk).__name__
+)
 def test_an_overflow_has_the_wording_of_the_api(sdk, words):
     with pytest.raises(sdk.raises, match=words):
         sdk.ask(Server(ContextOverflow(9, 8)))
 
 
 @pytest.mark.parametrize(
-    ("sdk", "way"), [(CHAT, "stream"), (MESSAGES, "stream"), (MESSAGES, "beta stream"), (GEMINI, "stream")]
+    ("sdk", "way"),
+    [(CHAT, "stream"), (MESSAGES, "stream"), (MESSAGES, "beta stream"), (GEMINI, "stream")],
 )
 def test_an_error_within_a_stream_is_raised(sdk, way):
     with pytest.raises(sdk.raises, match=r"The engine is down\."):
@@ -291,13 +336,17 @@ def test_tokens_are_counted():
     server = Server()
     asked = {"model": "m", "messages": [USER], "system": "Be brief."}
     assert anthropic_client(server).messages.count_tokens(**asked).input_tokens == 42
-    assert openai_client(server).responses.input_tokens.count(model="m", input="Hi").input_tokens == 42
+    assert (
+        openai_client(server).responses.input_tokens.count(model="m", input="Hi").input_tokens == 42
+    )
     assert google_client(server).models.count_tokens(model="m", contents="Hi").total_tokens == 42
     assert [call.messages[-1] for call in server.calls] == [USER] * 3
 
 
 def test_models_are_listed_and_any_name_is_one():
-    openais, claudes, geminis = (make(Server()).models for make in (openai_client, anthropic_client, google_client))
+    openais, claudes, geminis = (
+        make(Server()).models for make in (openai_client, anthropic_client, google_client)
+    )
     listed = [("tiny", 4096), ("org/big", 8192), ("org/any", 4096)]
     found = [*openais.list(), openais.retrieve("org/any")]
     assert [(m.id, m.max_model_len) for m in found] == listed

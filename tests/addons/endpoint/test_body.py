@@ -51,7 +51,8 @@ async def serving(bodies, leave):
 
 @pytest.fixture
 async def post():
-    """Return a function that posts a body and returns the status and what was read, or the error."""
+    """Return a function that posts a body and returns the status and what was read, or the
+    error."""
     leave = asyncio.Event()
     leave.set()
     async with serving(Bodies(LIMIT, 2 * LIMIT, 4 * LIMIT), leave) as client:
@@ -65,7 +66,9 @@ async def post():
 
 
 @pytest.mark.parametrize(("encoding", "encode"), ALL)
-@pytest.mark.parametrize("body", [b"", b'{"messages": []}', b"x" * LIMIT], ids=["empty", "short", "as long as allowed"])
+@pytest.mark.parametrize(
+    "body", [b"", b'{"messages": []}', b"x" * LIMIT], ids=["empty", "short", "as long as allowed"]
+)
 async def test_a_compressed_body_arrives_as_it_was(post, encoding, encode, body):
     assert await post(encode(body), encoding) == (200, body)
     assert await post(encode(body), f" {encoding.upper()} ") == (200, body)
@@ -87,7 +90,9 @@ async def test_a_body_that_is_or_becomes_too_long_is_refused(post, encoding, enc
     assert (status, text) == (413, b"The request body is larger than 100,000 bytes.")
 
 
-@pytest.mark.parametrize("other", [lambda body: body[:-5], lambda body: body * 2], ids=["early", "later"])
+@pytest.mark.parametrize(
+    "other", [lambda body: body[:-5], lambda body: body * 2], ids=["early", "later"]
+)
 async def test_a_body_that_does_not_end_where_it_says_is_refused(post, other):
     """A cut zstd frame is read as far as it goes, as mitmproxy does."""
     status, text = await post(other(gzip.compress(os.urandom(1000))), "gzip")
@@ -103,7 +108,8 @@ async def test_other_encodings_are_refused(post, encoding):
 
 @pytest.fixture
 async def reading():
-    """Return bodies, the event that ends their requests, and a function that begins to send a body of a session."""
+    """Return bodies, the event that ends their requests, and a function that begins to send a body
+    of a session."""
     bodies = Bodies(LIMIT, 2 * LIMIT, 3 * LIMIT)
     leave = asyncio.Event()
     async with serving(bodies, leave) as client:
@@ -138,12 +144,17 @@ async def test_a_body_that_finds_no_room_is_refused_for_a_while(reading):
     await held(bodies, 2 * LIMIT)
     bodies.patience = 0
     refused = await post("s1", b"x")
-    assert (refused.status, refused.headers["retry-after"]) == (429, "5")  # no fault: the session itself fills its room
+    assert (refused.status, refused.headers["retry-after"]) == (
+        429,
+        "5",
+    )  # no fault: the session itself fills its room
     leave.set()
     assert [(await request).status for request in first] == [200, 200]
 
 
-async def test_a_body_that_does_not_arrive_in_time_and_one_whose_client_hangs_up_leave_no_bytes_behind(reading):
+async def test_a_body_that_does_not_arrive_in_time_and_one_whose_client_hangs_up_leave_no_bytes_behind(
+    reading,
+):
     bodies, leave, post = reading
     request = post("s1", bytes(LIMIT))
     await held(bodies, LIMIT)
@@ -167,11 +178,14 @@ def gzipped(body):
         await asyncio.sleep(0)
 
     content = mock.Mock(iter_any=arrive)
-    return mock.Mock(content=content, content_length=len(body), headers={"content-encoding": "gzip"})
+    return mock.Mock(
+        content=content, content_length=len(body), headers={"content-encoding": "gzip"}
+    )
 
 
 async def test_two_bodies_that_fit_one_after_the_other_are_both_read():
-    """The compressed bytes of both and the decompressed ones of one are more than a session may have."""
+    """The compressed bytes of both and the decompressed ones of one are more than a session may
+    have."""
     bodies = Bodies(LIMIT, 2 * LIMIT, 4 * LIMIT)
     plain = os.urandom(LIMIT * 6 // 10)
 

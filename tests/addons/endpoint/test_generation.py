@@ -13,9 +13,13 @@ from tests.scripted_engine import Answer, Say
 
 class TestContinuation:
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_an_engine_that_dies_is_continued_from_the_last_sampled_token(self, patient, scripted_engine, stream):
+    async def test_an_engine_that_dies_is_continued_from_the_last_sampled_token(
+        self, patient, scripted_engine, stream
+    ):
         scripted_engine.replies += [Say("one two three four", break_after=2), Say(" three four")]
-        status, text = await patient.send({"messages": [user()], "stream": stream, "max_tokens": 50})
+        status, text = await patient.send(
+            {"messages": [user()], "stream": stream, "max_tokens": 50}
+        )
         assert status == 200
         assert "error" not in text
         first, second = scripted_engine.requests
@@ -37,17 +41,25 @@ class TestContinuation:
         assert [span["version"] for span in call["weight_versions"]] == ["1", "2"]
         assert call["violation"] is None
 
-    async def test_tokens_of_an_unknown_weight_version_are_not_trained_on(self, patient, scripted_engine, monkeypatch):
+    async def test_tokens_of_an_unknown_weight_version_are_not_trained_on(
+        self, patient, scripted_engine, monkeypatch
+    ):
         def publish(body):
             (patient.run / "policy.json").write_text('{"version": "1", "model": "policy-1"}')
-            return Say("one two three", break_after=2) if len(scripted_engine.requests) == 1 else Say(" three")
+            return (
+                Say("one two three", break_after=2)
+                if len(scripted_engine.requests) == 1
+                else Say(" three")
+            )
 
         scripted_engine.otherwise = publish
         await patient.ask(user())
         (call,) = patient.calls()
         assert call["violation"] == "weight version spans leave token 0 out"
 
-    async def test_a_completion_that_lacks_only_its_finish_reason_is_not_sampled_again(self, patient, scripted_engine):
+    async def test_a_completion_that_lacks_only_its_finish_reason_is_not_sampled_again(
+        self, patient, scripted_engine
+    ):
         ids = [*scripted_engine.ids("Hi."), scripted_engine.tokenizer.eos_token_id]
         content = [{"token_id": i, "logprob": -1.0} for i in ids]
         choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": None}
@@ -71,14 +83,20 @@ class TestContinuation:
         (call,) = harness.calls()
         # unless they are published, nobody has said which weights the engine had
         unknown = f"weight version spans cover 0 of {ids} tokens"
-        assert (call["violation"], spans(call)) == ((None, [("7", 0, ids)]) if published else (unknown, []))
+        assert (call["violation"], spans(call)) == (
+            (None, [("7", 0, ids)]) if published else (unknown, [])
+        )
 
     @pytest.mark.parametrize(
         ("asked", "samples", "violation"),
         [
             ("7", "7", None),
             (None, "7", "weight version spans leave token 0 out"),  # the engine does not tell
-            ("default", "7", "weight version spans leave token 0 out"),  # new weights since it was asked
+            (
+                "default",
+                "7",
+                "weight version spans leave token 0 out",
+            ),  # new weights since it was asked
         ],
     )
     async def test_unpublished_weights_are_those_that_the_engine_names_before_and_after(
@@ -137,19 +155,27 @@ class TestFault:
         monkeypatch.setattr(generation, "UNANSWERED_SECONDS", 60)
         say = Say("one two three four five six", hold_after=1)
         scripted_engine.replies += [say, Say("Hi.", hold_after=0)]
-        busy = asyncio.create_task(harness.send({"messages": [user()], "stream": True}, session=other))
+        busy = asyncio.create_task(
+            harness.send({"messages": [user()], "stream": True}, session=other)
+        )
         await until(lambda: len(scripted_engine.requests) == 1)
         async with harness.post({"messages": [user("More.")], "stream": True}):
             waiting = harness.endpoint.sessions["s1"].generations[-1]
             waiting._started_at -= 64  # since then the engine has said "one"
-            await until(lambda: len(harness.endpoint.sessions[other].generations[0].call.completion_ids) == 1)
+            await until(
+                lambda: (
+                    len(harness.endpoint.sessions[other].generations[0].call.completion_ids) == 1
+                )
+            )
             waiting.abort("the harness closed the connection")
         scripted_engine.release()
         await busy
         assert harness.events("fault") == []
 
 
-async def test_of_the_calls_that_a_harness_leaves_behind_few_wait_for_a_retry(harness, scripted_engine, monkeypatch):
+async def test_of_the_calls_that_a_harness_leaves_behind_few_wait_for_a_retry(
+    harness, scripted_engine, monkeypatch
+):
     monkeypatch.setattr(session, "LEFT", 2)
     scripted_engine.otherwise = lambda request: Say("one two three", hold_after=1)
     for i in range(4):
@@ -175,7 +201,9 @@ class TestSchema:
     SCHEMA: dict = {"type": "object", "properties": {"title": {"type": "string"}}}  # noqa: RUF012
     FORMAT: dict = {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}  # noqa: RUF012
 
-    async def test_the_engine_is_given_the_schema_and_the_call_is_a_side_question(self, harness, scripted_engine):
+    async def test_the_engine_is_given_the_schema_and_the_call_is_a_side_question(
+        self, harness, scripted_engine
+    ):
         scripted_engine.replies.append(Say('{"title": "x"}'))
         _, reply = await harness.ask(user(), response_format=self.FORMAT)
         assert json.loads(said(reply)) == {"title": "x"}
@@ -183,7 +211,9 @@ class TestSchema:
         assert sent == {"json": self.SCHEMA}
         assert harness.calls()[0]["role"] == "auxiliary"
 
-    async def test_beside_tools_a_schema_is_recorded_and_not_applied(self, harness, scripted_engine):
+    async def test_beside_tools_a_schema_is_recorded_and_not_applied(
+        self, harness, scripted_engine
+    ):
         scripted_engine.replies.append(Say("<think>\nHm.\n</think>\n\n"))
         _, reply = await harness.ask(user(), tools=[TOOL], response_format=self.FORMAT)
         assert not reply["choices"][0]["message"]["content"]

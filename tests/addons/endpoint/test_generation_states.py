@@ -1,6 +1,5 @@
-"""A generation as a state machine: in random orders of events, its call is recorded at most once and every listener
-gets one end.
-"""
+"""A generation as a state machine: in random orders of events, its call is recorded at most once
+and every listener gets one end."""
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,7 +86,8 @@ class ScriptedClient:
 
 
 class Disk(ThreadPoolExecutor):
-    """A writer of runs, and the executor of its fsyncs. They complete when the test calls `answer`."""
+    """A writer of runs, and the executor of its fsyncs. They complete when the test calls
+    `answer`."""
 
     run = Path("run")
 
@@ -135,7 +135,8 @@ class Disk(ThreadPoolExecutor):
 
 
 class Renderer:
-    """A renderer that decodes a token to its number. Its parser raises in the functions that are in `broken`."""
+    """A renderer that decodes a token to its number. Its parser raises in the functions that are in
+    `broken`."""
 
     reasoning_spans = ()
 
@@ -175,7 +176,8 @@ class Memory:
 
 
 class Listener:
-    """A request that listens for a stream or for the whole reply. `text` and `ends` are what the harness received."""
+    """A request that listens for a stream or for the whole reply. `text` and `ends` are what the
+    harness received."""
 
     def __init__(self, scenario, stream):
         self.scenario = scenario
@@ -226,14 +228,23 @@ class Scenario:
         asyncio.get_running_loop().set_default_executor(self.disk)
         self.script, self.sent = asyncio.Queue(), []
         self.pool = EnginePool([])
-        self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
+        self.engines = [
+            ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude)
+            for n in range(engines)
+        ]
         self.pool._engines = self.engines
         self.pool.patience = patience
-        session = SimpleNamespace(engines=self.pool, rendering=self.renderer, writer=self.disk, add=self.memory.add)
+        session = SimpleNamespace(
+            engines=self.pool, rendering=self.renderer, writer=self.disk, add=self.memory.add
+        )
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
-        sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
+        sampling = {
+            "max_tokens": MAX_TOKENS,
+            "stop_token_ids": [STOP],
+            "structured_outputs": {"json_object": True},
+        }
         budget = SessionBudget(SimpleNamespace(max_calls=0, max_sampled_tokens=0), Used())
         self.generation = Generation("c1", b"digest", Usage(len(PROMPT_IDS), 0))
         self.generation.start(
@@ -333,13 +344,20 @@ class Scenario:
             assert engine.requested_sampling == engine.expected
         assert len(disk.faults) <= (generation.error is not None)
         # an error that nobody thought of may be the request's
-        if generation.error is not None and generation.error.code not in ("aborted", "internal_error"):
+        if generation.error is not None and generation.error.code not in (
+            "aborted",
+            "internal_error",
+        ):
             assert len(disk.faults) == 1
         for call in disk.calls:
             assert call["completion_ids"] == self.sent
             assert call["status"] != "completed" or call["violation"] is None
             assert call["finished_at"] is not None
-            assert (call["status"] == "completed") == (call["reply"] is not None) == (call["error"] is None)
+            assert (
+                (call["status"] == "completed")
+                == (call["reply"] is not None)
+                == (call["error"] is None)
+            )
             if generation.reply is not None:
                 assert call["status"] == "completed"
                 assert disk.synced or disk.sync_policy != "call"
@@ -354,22 +372,28 @@ class Scenario:
             listener.task.result()
             assert listener.ends == [generation.reply or generation.error]
             if generation.reply is not None:
-                assert listener.text == generation.reply.content == "".join(f"{i} " for i in self.sent)
+                assert (
+                    listener.text == generation.reply.content == "".join(f"{i} " for i in self.sent)
+                )
         assert len(asyncio.all_tasks()) == 1, "a task is left"
         assert generation._task.cancelled() or generation._task.exception() is None
 
 
 def happens(name, *values):
-    """Return a strategy of an event, its arguments, and the number of event loop iterations after it."""
+    """Return a strategy of an event, its arguments, and the number of event loop iterations after
+    it."""
     return st.tuples(st.just(name), st.tuples(*values), st.sampled_from([0, 1, 2, TURNS]))
 
 
 tokens = st.lists(st.sampled_from([5, 6, 7, 8, STOP]), min_size=1, max_size=4)
 failures = st.sampled_from([EngineError("the engine refused", status=400), "abort", "repetition"])
 FAULTS = {"abort", "engine_fails", "disk_refuses", "disk_is_lost", "renderer_breaks", "all_leave"}
-"""Events of which a scenario gets a random subset. With all of them, few scenarios would reach a reply."""
+"""Events of which a scenario gets a random subset. With all of them, few scenarios would reach a
+reply."""
 events = st.one_of(
-    *[happens("engine_says", tokens) for _ in range(4)],  # each strategy is a new object: one_of drops duplicates
+    *[
+        happens("engine_says", tokens) for _ in range(4)
+    ],  # each strategy is a new object: one_of drops duplicates
     *[happens("listen", st.booleans()) for _ in range(3)],
     happens("engine_says", st.sampled_from(["stop", "length"])),
     happens("wait", st.sampled_from([0.1, 0.5, 2.0])),
@@ -396,7 +420,9 @@ events = st.one_of(
     rude=st.booleans(),
 )
 @examples(800)
-def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults, end, policy, engines, patience, rude):
+def test_a_call_is_recorded_once_and_every_listener_is_answered(
+    happened, faults, end, policy, engines, patience, rude
+):
     async def run():
         scenario = Scenario(policy, engines, patience, rude)
         scenario.refuses(State.SAMPLING, State.COMMITTED, State.COMPLETED)

@@ -1,4 +1,5 @@
-"""Every JSON column of every row is JSON for everybody: NaN, Infinity and 1e400 reach none of them."""
+"""Every JSON column of every row is JSON for everybody: NaN, Infinity and 1e400 reach none of
+them."""
 
 import json
 import re
@@ -16,7 +17,10 @@ from tests.addons.harness import user
 from tests.deep import cases, examples
 from tests.scripted_engine import Say
 
-COLUMNS = {"calls": ("sampling", "messages", "tools", "reply"), "sessions": ("parts", "evidence", "suspicions")}
+COLUMNS = {
+    "calls": ("sampling", "messages", "tools", "reply"),
+    "sessions": ("parts", "evidence", "suspicions"),
+}
 NUMBERS = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" + "0" * 400]
 TOOLS = [{"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}]
 ODD = st.recursive(
@@ -30,7 +34,12 @@ NUMBER = re.compile(r"(?<=: )\d[\d.]*")
 
 def strictly_parsed(run):
     """Return the values of all JSON columns of a run."""
-    found = [row[name] for table, names in COLUMNS.items() for row in read_rows(run, table) for name in names]
+    found = [
+        row[name]
+        for table, names in COLUMNS.items()
+        for row in read_rows(run, table)
+        for name in names
+    ]
     found += [event["detail"] for event in read_rows(run, "events") if event["kind"] == "stored"]
     return [orjson.loads(text) for text in found if text is not None]
 
@@ -58,7 +67,9 @@ async def test_whatever_numbers_are_asked_each_column_can_be_parsed(harness, dat
 
 @pytest.mark.parametrize("number", cases(NUMBERS, 0, 3))
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_call_whose_arguments_held_one_is_continued(harness, restart, scripted_engine, number, restarted):
+async def test_a_call_whose_arguments_held_one_is_continued(
+    harness, restart, scripted_engine, number, restarted
+):
     arguments = f'{{"x": {number}}}'
     say = f'<tool_call>\n{{"name": "move", "arguments": {arguments}}}\n</tool_call>'
     scripted_engine.otherwise = lambda request: Say(say)
@@ -67,7 +78,10 @@ async def test_a_call_whose_arguments_held_one_is_continued(harness, restart, sc
     assert status == 200
     message = first["choices"][0]["message"]
     assert "move" in str(message)
-    answers = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in message.get("tool_calls", ())]
+    answers = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+        for call in message.get("tool_calls", ())
+    ]
     body = {**asked, "messages": [user(), message, *(answers or [user("Go on.")])]}
     if restarted:
         async with restart() as other:
@@ -89,7 +103,10 @@ async def test_arguments_of_as_many_levels_as_a_body_of_gemini_holds_are_recorde
     contents = [{"role": "model", "parts": [made]}, {"role": "user", "parts": [answer]}]
     status, text = await harness.send({"contents": contents}, path=path)
     assert status == 200
-    contents += [json.loads(text)["candidates"][0]["content"], {"role": "user", "parts": [{"text": "Go on."}]}]
+    contents += [
+        json.loads(text)["candidates"][0]["content"],
+        {"role": "user", "parts": [{"text": "Go on."}]},
+    ]
     if restarted:
         async with restart() as other:
             await other.send({"contents": contents}, path=path)
@@ -99,7 +116,10 @@ async def test_arguments_of_as_many_levels_as_a_body_of_gemini_holds_are_recorde
     assert strictly_parsed(harness.run)
 
 
-@given(value=st.recursive(st.floats() | st.text(max_size=3), st.lists) | st.dictionaries(st.text(), st.floats()))
+@given(
+    value=st.recursive(st.floats() | st.text(max_size=3), st.lists)
+    | st.dictionaries(st.text(), st.floats())
+)
 def test_the_text_of_a_column_is_json_whatever_its_value(value):
     parsed = orjson.loads(json_text(value).encode("utf-8", "replace"))
     assert json.dumps(parsed) == json.dumps(json.loads(json.dumps(value), parse_constant=str))

@@ -106,7 +106,13 @@ def session(rendering, encode, tmp_path):
 
 
 def seen(prompt):
-    return prompt.kind, prompt.reason, prompt.parent and prompt.parent.call_id, prompt.prefix_length, prompt.ids
+    return (
+        prompt.kind,
+        prompt.reason,
+        prompt.parent and prompt.parent.call_id,
+        prompt.prefix_length,
+        prompt.ids,
+    )
 
 
 class TestConversations:
@@ -117,7 +123,9 @@ class TestConversations:
         recovered = session.recovered()
         recovered.index(NAME)
         whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
-        assert [*recovered.conversations.prompt(request).ids] == session.rendering.render(whole, session.tools)
+        assert [*recovered.conversations.prompt(request).ids] == session.rendering.render(
+            whole, session.tools
+        )
 
     def test_context_is_restored_with_the_call_that_had_it(self, session):
         messages = [user("Hi"), session.ask([user("Hi")], "Hello.<|im_end|>"), user("Go on")]
@@ -132,11 +140,14 @@ class TestConversations:
         assert (after.kind, after.parent, after.reason) == ("root", None, "no earlier call")
 
     def test_a_call_with_a_violation_is_continued_as_before(self, session):
-        reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"violation": "its log-probability 0 is positive"})
+        reply = session.ask(
+            [user("Hi")], "Hello.<|im_end|>", {"violation": "its log-probability 0 is positive"}
+        )
         session.assert_continued([user("Hi"), reply, user("Go on")], "0")
 
     def test_a_child_that_was_written_under_an_earlier_name_finds_its_parent(self, session):
-        """The clock was set back between two recorders, so that the files are in the wrong order."""
+        """The clock was set back between two recorders, so that the files are in the wrong
+        order."""
         messages = [user("Hi"), session.ask([user("Hi")], "Hello.<|im_end|>"), user("Go on")]
         session.writer = RunWriter(session.run)
         session.writer._suffix = "1-1"
@@ -161,7 +172,9 @@ class TestDamage:
             kinds = [session.prompts(request)[1].kind for request in requests]
         assert kinds == ["bridged", "rendered", "rendered"]
         assert "session s1: the row of a call is damaged" in caplog.text
-        assert "call 2 cannot be continued after a restart: its parent 1 cannot be read" in caplog.text
+        assert (
+            "call 2 cannot be continued after a restart: its parent 1 cannot be read" in caplog.text
+        )
 
     def test_a_time_beyond_all_years_is_damage(self, session, caplog):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"started_at": START})
@@ -173,7 +186,11 @@ class TestDamage:
     def test_flipped_bits_anywhere_keep_no_session_from_being_served(self, session):
         messages = session.works()
         session.writer.add_event(Event(kind="ended", session_id="s2"))
-        files = [(path, path.read_bytes()) for table in ("calls", "events") for path in run_files(session.run, table)]
+        files = [
+            (path, path.read_bytes())
+            for table in ("calls", "events")
+            for path in run_files(session.run, table)
+        ]
         some = random.Random(0)
         kinds = set()
         for _ in range(150):
@@ -185,8 +202,14 @@ class TestDamage:
             _, after = session.prompts(messages)
             kinds.add(after.kind)
             if after.parent is not None:
-                assert [*after.ids[: after.prefix_length]] == session.token_ids(after.parent.call_id)
-        assert kinds == {"bridged", "rendered", "root"}  # a root when no commit with the session's rows can be read
+                assert [*after.ids[: after.prefix_length]] == session.token_ids(
+                    after.parent.call_id
+                )
+        assert kinds == {
+            "bridged",
+            "rendered",
+            "root",
+        }  # a root when no commit with the session's rows can be read
 
     @pytest.mark.parametrize(
         "fields",
@@ -225,8 +248,15 @@ class TestEchoRule:
     def claude(self, session, monkeypatch):
         def decode(messages, user_id='{"device_id": "d", "session_id": "s"}'):
             tool = {"name": "look", "input_schema": {"type": "object"}}
-            request = {"max_tokens": 9, "tools": [tool], "messages": messages, "metadata": {"user_id": user_id}}
-            return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), "/v1/messages")
+            request = {
+                "max_tokens": 9,
+                "tools": [tool],
+                "messages": messages,
+                "metadata": {"user_id": user_id},
+            }
+            return routes.MESSAGES.decode(
+                parse_object(json.dumps(request).encode()), "/v1/messages"
+            )
 
         monkeypatch.setattr(session, "decode", decode)
         session.dialect = routes.MESSAGES.NAME
@@ -247,7 +277,11 @@ class TestEchoRule:
         reply = claude.ask([user("Hi")], COMMAND)
         recovered = claude.recovered()
         kinds = []
-        for user_id, command in (("me", "ls"), ("me", "cd a && ls"), ('{"device_id": "d", "session_id": "s"}', "ls")):
+        for user_id, command in (
+            ("me", "ls"),
+            ("me", "cd a && ls"),
+            ('{"device_id": "d", "session_id": "s"}', "ls"),
+        ):
             request = claude.decode([user("Hi"), *self.echo(reply, command)], user_id)
             recovered.index(routes.MESSAGES.NAME, request.echo_rule)
             kinds.append(recovered.conversations.prompt(request).kind)
@@ -257,7 +291,9 @@ class TestEchoRule:
         reply = session.ask([user("Hi")], COMMAND)
         recovered = session.recovered()
         recovered.index(routes.MESSAGES.NAME, normal_arguments)
-        request = session.decode([user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)])
+        request = session.decode(
+            [user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)]
+        )
         recovered.index(NAME)
         assert recovered.conversations.prompt(request).kind == "bridged"
 
@@ -269,13 +305,18 @@ folders = itertools.count()
 THOUGHT = "<think>\nOne\n</think>\n\nHello."
 TEXTS = ["Hello.", "Hello.\n", THOUGHT]
 completions = st.sampled_from([*TEXTS, *TEXTS, THINKING]) | echoed
-echoes = st.sampled_from([same, *(changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))])
+echoes = st.sampled_from(
+    [same, *(changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))]
+)
 
 
 @given(st.data())
 @examples(800)
-def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, encode, tmp_path_factory, data):
-    """Calls run in parallel, from equal prompts too; echoes are changed, requests repeated, recorders restarted."""
+def test_every_prompt_and_its_reason_are_what_they_would_have_been(
+    rendering, encode, tmp_path_factory, data
+):
+    """Calls run in parallel, from equal prompts too; echoes are changed, requests repeated,
+    recorders restarted."""
     folder = tmp_path_factory.getbasetemp() / f"run-{next(folders)}"
     session = Recorded(rendering, encode, folder)
     branches, running = [[user("Hi")], [{"role": "system", "content": "You help."}, user("Hi")]], []
@@ -286,7 +327,9 @@ def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, en
             running.append((messages, session.tools, session.prompt(messages)))
             continue
         messages, session.tools, prompt = running.pop(data.draw(st.integers(0, len(running) - 1)))
-        end = data.draw(st.sampled_from(["<|im_end|>", "<|im_end|>", "<|im_end|>", "", "<|im_end|>a"]))
+        end = data.draw(
+            st.sampled_from(["<|im_end|>", "<|im_end|>", "<|im_end|>", "", "<|im_end|>a"])
+        )
         reply = session.ask(messages, data.draw(completions) + end, prompt=prompt)
         answer = result(reply) if reply.get("tool_calls") else user("Go on")
         branches += [[*messages, data.draw(echoes)(reply), answer] for _ in range(2)]
@@ -296,7 +339,10 @@ def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, en
     for session.tools, messages in itertools.product(([TOOL], []), reversed(branches)):
         request = session.decode(messages)
         recovered.index(session.dialect, request.echo_rule)
-        before, after = session.conversations.prompt(request), recovered.conversations.prompt(request)
+        before, after = (
+            session.conversations.prompt(request),
+            recovered.conversations.prompt(request),
+        )
         assert seen(after) == seen(before)
 
 
@@ -328,7 +374,9 @@ class TestLostReply:
         assert lost["choices"][0]["message"]["tool_calls"]
         assert len(scripted_engine.requests) == 2
 
-    async def test_a_marked_retry_gets_it_as_often_as_it_asks_and_as_a_stream_too(self, lost, restart, scripted_engine):
+    async def test_a_marked_retry_gets_it_as_often_as_it_asks_and_as_a_stream_too(
+        self, lost, restart, scripted_engine
+    ):
         async with restart() as harness:
             assert [await answer(harness, headers=RETRY) for _ in range(3)] == [lost] * 3
             _, events = await harness.send({**ASKED, "stream": True}, headers=RETRY)
@@ -336,12 +384,16 @@ class TestLostReply:
         assert len(scripted_engine.requests) == 1
 
     @pytest.mark.parametrize(("changes", "session"), OTHERS, ids=str)
-    async def test_another_request_or_session_gets_a_new_sample(self, lost, restart, changes, session):
+    async def test_another_request_or_session_gets_a_new_sample(
+        self, lost, restart, changes, session
+    ):
         async with restart() as harness:
             _, text = await harness.send({**ASKED, **changes}, session=session, headers=RETRY)
         assert "New." in text
 
-    async def test_a_call_after_which_another_one_was_started_was_delivered(self, lost, restart, scripted_engine):
+    async def test_a_call_after_which_another_one_was_started_was_delivered(
+        self, lost, restart, scripted_engine
+    ):
         scripted_engine.replies.append(Say("Two."))
         async with restart() as harness:
             await answer(harness, messages=[user("b")])
@@ -349,7 +401,9 @@ class TestLostReply:
             assert said(await answer(harness)) == "New."
             assert said(await answer(harness, messages=[user("b")])) == "Two."
 
-    async def test_a_reply_that_was_not_held_to_its_schema_is_given_again(self, restart, scripted_engine):
+    async def test_a_reply_that_was_not_held_to_its_schema_is_given_again(
+        self, restart, scripted_engine
+    ):
         refusal = Answer(400, '{"error": {"message": "no such grammar"}}')
         scripted_engine.replies += [refusal, Say("Free."), Say("New.")]
         schema = {"name": "x", "schema": {"type": "object"}}
@@ -398,7 +452,11 @@ class TestLostReply:
                 {"messages": [user()]},
                 ("usage", "completion_tokens_details", "reasoning_tokens"),
             ),
-            ("/v1/responses", {"input": "Hello"}, ("usage", "output_tokens_details", "reasoning_tokens")),
+            (
+                "/v1/responses",
+                {"input": "Hello"},
+                ("usage", "output_tokens_details", "reasoning_tokens"),
+            ),
             (
                 "/v1beta/models/m:generateContent",
                 {"contents": [{"parts": [{"text": "Hello"}]}]},
@@ -407,13 +465,17 @@ class TestLostReply:
         ],
         ids=["chat", "responses", "gemini"],
     )
-    async def test_its_reasoning_is_counted_alike(self, restart, scripted_engine, encode, path, body, counted):
+    async def test_its_reasoning_is_counted_alike(
+        self, restart, scripted_engine, encode, path, body, counted
+    ):
         reasoning = "<think>\nI think."
         scripted_engine.replies.append(Say(f"{reasoning}\n</think>\n\nYes."))
         replies = []
         for _ in range(2):
             async with restart() as harness:
-                replies.append(json.loads((await harness.send({"model": "m", **body}, path=path))[1]))
+                replies.append(
+                    json.loads((await harness.send({"model": "m", **body}, path=path))[1])
+                )
         for reply in replies:
             assert functools.reduce(operator.getitem, counted, reply) == len(encode(reasoning))
         assert len(scripted_engine.requests) == 1
@@ -459,8 +521,14 @@ async def test_the_roles_of_conversations_survive_a_restart(restart, scripted_en
 
 @pytest.mark.parametrize("forget", [False, True], ids=["live", "after a restart"])
 @pytest.mark.parametrize("changes", [False, True], ids=["a failed request", "a changed reply"])
-async def test_tool_calls_that_a_request_has_answered_do_not_wait(restart, scripted_engine, forget, changes):
-    scripted_engine.replies += [Say(CALL), Say("Done.") if changes else Answer(400, "No."), Say("Done.")]
+async def test_tool_calls_that_a_request_has_answered_do_not_wait(
+    restart, scripted_engine, forget, changes
+):
+    scripted_engine.replies += [
+        Say(CALL),
+        Say("Done.") if changes else Answer(400, "No."),
+        Say("Done."),
+    ]
     other = {"role": "system", "content": "Another run."}
     async with restart() as harness:
         _, body = await harness.ask(user(), tools=[TOOL])
@@ -472,7 +540,11 @@ async def test_tool_calls_that_a_request_has_answered_do_not_wait(restart, scrip
         if forget:
             await harness.ask(other, user(), tools=[TOOL])
         calls = harness.calls()
-    assert [call["status"] for call in calls] == ["completed", "completed" if changes else "failed", "completed"]
+    assert [call["status"] for call in calls] == [
+        "completed",
+        "completed" if changes else "failed",
+        "completed",
+    ]
     assert [call["role"] for call in calls] == ["agent"] * 3
 
 
@@ -506,7 +578,9 @@ def test_many_threads_recover_sessions_while_calls_are_committed_and_compacted(s
     recovery = Recovery(RunWriter(session.run), session.rendering)
 
     def recover(name):
-        request = session.decode([user("Hi"), {"role": "assistant", "content": f"I am {name}."}, user("Go on")])
+        request = session.decode(
+            [user("Hi"), {"role": "assistant", "content": f"I am {name}."}, user("Go on")]
+        )
         recovered = recovery.recover(name)
         recovered.index(NAME)
         return recovered.conversations.prompt(request).kind
@@ -532,7 +606,12 @@ def test_many_threads_recover_sessions_while_calls_are_committed_and_compacted(s
 )
 def test_the_last_version_is_that_of_the_newest_calls_last_token(rows, version):
     calls = [
-        {"started_at": at, "weight_versions": spans and [{"version": v, "start": a, "end": b} for v, a, b in spans]}
+        {
+            "started_at": at,
+            "weight_versions": (
+                spans and [{"version": v, "start": a, "end": b} for v, a, b in spans]
+            ),
+        }
         for at, spans in rows
     ]
     assert _last_version(calls) == version

@@ -21,7 +21,9 @@ def refuse(counted, number, session_id="s1", kind="refused", detail=""):
         counted.record(Event(kind=kind, session_id=session_id, path=f"/{i}", detail=detail))
 
 
-def test_the_first_are_listed_and_later_ones_counted_at_powers_of_two_and_at_the_end(counted, written):
+def test_the_first_are_listed_and_later_ones_counted_at_powers_of_two_and_at_the_end(
+    counted, written
+):
     refuse(counted, 300, detail="x")
     assert [event.path for event in written[:64]] == [f"/{i}" for i in range(64)]
     assert [(event.path, event.detail) for event in written[64:]] == [
@@ -44,7 +46,10 @@ def test_sessions_and_kinds_are_counted_apart(counted, written):
     counted.end("s2")
     assert [(event.session_id, event.detail[:3]) for event in written[3 * 64 :]] == [("s2", "100")]
     counted.close()
-    assert [(event.session_id, event.kind) for event in written[-2:]] == [("s1", "refused"), ("s1", "rejected")]
+    assert [(event.session_id, event.kind) for event in written[-2:]] == [
+        ("s1", "refused"),
+        ("s1", "rejected"),
+    ]
 
 
 def test_what_is_counted_is_bounded_and_nothing_is_lost(counted, written, monkeypatch):
@@ -59,7 +64,9 @@ def test_what_is_counted_is_bounded_and_nothing_is_lost(counted, written, monkey
 def test_the_texts_of_an_event_are_printable_and_cut(counted, written, caplog):
     caplog.set_level("INFO")
     odd = "\x1b\udcff\n" + "x" * 10_000
-    counted.record(Event(kind="refused", session_id=odd, host=odd, method=odd, path=odd, detail=odd))
+    counted.record(
+        Event(kind="refused", session_id=odd, host=odd, method=odd, path=odd, detail=odd)
+    )
     (event,) = written
     for text in (event.session_id, event.host, event.method, event.path, event.detail):
         assert text.startswith("\\x1b\\udcff\\nxxx")
@@ -74,16 +81,22 @@ def one_event(monkeypatch):
     monkeypatch.setattr(refusals, "BURST", 1)
 
 
-def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(one_event, counted, written):
+def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(
+    one_event, counted, written
+):
     refuse(counted, 10, "loud")
     for kind in ("fault", "rejected"):
         refuse(counted, 3, "quiet", kind)
     before = len(written)
     counted.end("quiet")
-    assert [(event.session_id, event.kind, event.path) for event in written[before:]] == [("quiet", "fault", "/2")]
+    assert [(event.session_id, event.kind, event.path) for event in written[before:]] == [
+        ("quiet", "fault", "/2")
+    ]
 
 
-def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(one_event, counted, written, monkeypatch):
+def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(
+    one_event, counted, written, monkeypatch
+):
     monkeypatch.setattr(refusals, "REMEMBERED", 1)
     refuse(counted, 1, "loud")
     refuse(counted, 3, "quiet", "fault")
@@ -100,6 +113,16 @@ def test_new_names_do_not_bring_new_events_without_end(one_event, written, monke
     for i in range(500):
         refuse(counted, 1, f"s{i}")
     assert [event.session_id for event in written[:100]] == [f"s{i}" for i in range(100)]
-    assert [event.detail.split()[0] for event in written[100:]] == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
+    assert [event.detail.split()[0] for event in written[100:]] == [
+        "1",
+        "2",
+        "4",
+        "8",
+        "16",
+        "32",
+        "64",
+        "128",
+        "256",
+    ]
     counted.close()
     assert written[-1].detail == "400 events of refusals in all were left out"

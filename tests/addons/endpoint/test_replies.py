@@ -11,9 +11,15 @@ from rolltap.addons.endpoint import generation, server
 from tests.addons.harness import content, read_until, said, until, user
 from tests.scripted_engine import Answer, Say
 
-TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}},
+    }
+]
 TOOL_CALL = (
-    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true, "b":"é"}}\n</tool_call>'
+    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true,'
+    ' "b":"é"}}\n</tool_call>'
 )
 
 
@@ -31,7 +37,10 @@ class TestReply:
         assert status == 200
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Hi there.")
         (call,) = harness.calls()
-        ids = [*scripted_engine.ids("<think>\nHm.\n</think>\n\nHi there."), scripted_engine.tokenizer.eos_token_id]
+        ids = [
+            *scripted_engine.ids("<think>\nHm.\n</think>\n\nHi there."),
+            scripted_engine.tokenizer.eos_token_id,
+        ]
         assert call["completion_ids"] == ids
         assert call["logprobs"] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
         assert call["weight_versions"] == [{"version": "default", "start": 0, "end": len(ids)}]
@@ -46,11 +55,18 @@ class TestReply:
         (call,) = harness.calls()
         assert response.headers["x-request-id"] == response.headers["request-id"] == call["call_id"]
 
-    async def test_sampling_is_neutral_whatever_the_harness_asks_for(self, harness, scripted_engine):
+    async def test_sampling_is_neutral_whatever_the_harness_asks_for(
+        self, harness, scripted_engine
+    ):
         scripted_engine.replies.append(Say("x"))
         await harness.ask(user(), temperature=0.1, top_p=0.5, seed=3, max_tokens=9)
         sent = scripted_engine.requests[0]["sampling_params"]
-        assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["max_tokens"]) == (1.0, 1.0, 0, 9)
+        assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["max_tokens"]) == (
+            1.0,
+            1.0,
+            0,
+            9,
+        )
         assert "seed" not in sent
         recorded = json.loads(harness.calls()[0]["sampling"])
         assert recorded.pop("asked") == {"temperature": 0.1, "top_p": 0.5, "seed": 3}
@@ -63,14 +79,23 @@ class TestReply:
         (tool_call,) = message["tool_calls"]
         assert first["choices"][0]["finish_reason"] == "tool_calls"
         assert json.loads(tool_call["function"]["arguments"]) == {"a": True, "b": "é"}
-        tool_call["function"]["arguments"] = '{ "b": "\\u00e9", "a": true }'  # as harnesses re-serialise it
+        tool_call["function"]["arguments"] = (
+            '{ "b": "\\u00e9", "a": true }'  # as harnesses re-serialise it
+        )
         del message["reasoning_content"]
         result = {"role": "tool", "tool_call_id": tool_call["id"], "content": "ok"}
         await harness.ask(user(), message, result, tools=TOOLS)
         one, two = harness.calls()
-        assert (two["kind"], two["parent_id"], two["kind_reason"]) == ("bridged", one["call_id"], None)
+        assert (two["kind"], two["parent_id"], two["kind_reason"]) == (
+            "bridged",
+            one["call_id"],
+            None,
+        )
         prompts = [request["token_ids"] for request in scripted_engine.requests]
-        assert prompts[1][: len(prompts[0]) + len(one["completion_ids"])] == prompts[0] + one["completion_ids"]
+        assert (
+            prompts[1][: len(prompts[0]) + len(one["completion_ids"])]
+            == prompts[0] + one["completion_ids"]
+        )
         assert two["prompt_tail_ids"] == prompts[1][len(prompts[0]) + len(one["completion_ids"]) :]
         assert json.loads(two["messages"]) == [{**result, "name": "bash"}]
         assert two["tools"] is None
@@ -80,7 +105,9 @@ class TestReply:
         body = {"messages": [user(), {"role": "assistant", "content": "Hi."}, user("More")]}
         for session in ("s2", "", "s", "S1", "s10"):
             await harness.send(body, session=session)
-        assert [(call["kind"], call["kind_reason"]) for call in harness.calls()] == [("root", "no earlier call")] * 6
+        assert [(call["kind"], call["kind_reason"]) for call in harness.calls()] == [
+            ("root", "no earlier call")
+        ] * 6
 
     @pytest.mark.parametrize(
         ("text", "reason", "part"),
@@ -101,7 +128,9 @@ class TestReply:
         self, harness, scripted_engine, quick, breaks
     ):
         """An error with status 200 would be taken for an answer."""
-        scripted_engine.replies.append(Say("one two", hold_after=1, break_after=2 if breaks else None))
+        scripted_engine.replies.append(
+            Say("one two", hold_after=1, break_after=2 if breaks else None)
+        )
         async with harness.post({"messages": [user()]}) as response:
             assert response.status == 200
             assert (await response.content.readexactly(3)) == b"   "
@@ -117,7 +146,9 @@ class TestReply:
 class TestStream:
     async def test_a_stream_ends_with_the_call_on_disk(self, harness, scripted_engine):
         scripted_engine.replies.append(Say(TOOL_CALL))
-        status, events = await harness.stream(user(), tools=TOOLS, stream_options={"include_usage": True})
+        status, events = await harness.stream(
+            user(), tools=TOOLS, stream_options={"include_usage": True}
+        )
         assert status == 200
         assert events[-1] == "[DONE]"
         *chunks, usage = [json.loads(event) for event in events[:-1]]
@@ -153,7 +184,9 @@ class TestStream:
             scripted_engine.release()
             assert b"[DONE]" in await response.content.read()
 
-    async def test_a_harness_that_hangs_up_stops_the_generation(self, harness, scripted_engine, monkeypatch):
+    async def test_a_harness_that_hangs_up_stops_the_generation(
+        self, harness, scripted_engine, monkeypatch
+    ):
         monkeypatch.setattr(generation, "LINGER_SECONDS", 0)
         committed = harness.committed(monkeypatch)
         scripted_engine.replies.append(Say("one two three four five six", hold_after=3))
@@ -168,32 +201,46 @@ class TestStream:
         assert (call["status"], len(call["completion_ids"])) == ("aborted", 3)
 
 
-async def test_a_streamed_reply_that_was_not_held_to_its_schema_is_the_same_as_a_plain_one(harness, scripted_engine):
+async def test_a_streamed_reply_that_was_not_held_to_its_schema_is_the_same_as_a_plain_one(
+    harness, scripted_engine
+):
     text = '<think>\nLet me think about it.\n</think>\n\n{"answer": 42}'
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     replies = []
     for stream in (False, True):
-        scripted_engine.replies += [Answer(400, '{"error": {"message": "no such grammar"}}'), Say(text)]
+        scripted_engine.replies += [
+            Answer(400, '{"error": {"message": "no such grammar"}}'),
+            Say(text),
+        ]
         body = {"messages": [user()], "stream": stream, "response_format": form}
         _, body = await harness.send(body)
         replies.append(content(body) if stream else said(json.loads(body)))
     assert replies == ['{"answer": 42}'] * 2
-    held = ["structured_outputs" in request["sampling_params"] for request in scripted_engine.requests]
+    held = [
+        "structured_outputs" in request["sampling_params"] for request in scripted_engine.requests
+    ]
     assert held == [True, False] * 2
 
 
 async def test_a_reply_whose_record_cannot_be_synced_is_not_sent(harness, monkeypatch):
     harness.endpoint.writer.sync_policy = "call"
-    monkeypatch.setattr(harness.endpoint.writer, "sync", mock.Mock(side_effect=OSError("the disk is gone")))
+    monkeypatch.setattr(
+        harness.endpoint.writer, "sync", mock.Mock(side_effect=OSError("the disk is gone"))
+    )
     status, reply = await harness.ask(user())
     assert (status, reply["error"]["code"]) == (500, "not_recorded")
     assert [call["status"] for call in harness.calls()] == ["completed"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_reply_is_one_of_the_texts_that_gemini_is_asked_for(harness, scripted_engine, stream):
+async def test_a_reply_is_one_of_the_texts_that_gemini_is_asked_for(
+    harness, scripted_engine, stream
+):
     scripted_engine.replies.append(Say("yes"))
-    config = {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", "enum": ["yes", "no"]}}
+    config = {
+        "responseMimeType": "text/x.enum",
+        "responseSchema": {"type": "STRING", "enum": ["yes", "no"]},
+    }
     body = {"contents": [{"parts": [{"text": "Is it?"}]}], "generationConfig": config}
     method = "streamGenerateContent" if stream else "generateContent"
     status, text = await harness.send(body, path=f"/v1beta/models/m:{method}")

@@ -52,19 +52,26 @@ async def text(response):
 
 class TestJoin:
     @pytest.mark.parametrize("stream", [True, False])
-    async def test_a_retry_joins_the_call_whose_harness_hung_up(self, harness, scripted_engine, stream):
+    async def test_a_retry_joins_the_call_whose_harness_hung_up(
+        self, harness, scripted_engine, stream
+    ):
         scripted_engine.replies.append(Say("one two three four", hold_after=2))
         await hang_up_while_it_runs(harness, scripted_engine, STREAM)
         status, reply = await released(harness, scripted_engine, stream=stream)
         # from the beginning, not from where the first stream broke off
-        assert (status, content(reply) if stream else said(json.loads(reply))) == (200, "one two three four")
+        assert (status, content(reply) if stream else said(json.loads(reply))) == (
+            200,
+            "one two three four",
+        )
         assert ("[DONE]" in reply) == stream
         assert len(scripted_engine.requests) == 1
         (call,) = harness.calls()
         assert call["status"] == "completed"
         assert [event["call_id"] for event in harness.events("joined")] == [call["call_id"]]
 
-    async def test_a_request_with_a_retry_header_joins_a_call_that_has_a_listener(self, harness, scripted_engine):
+    async def test_a_request_with_a_retry_header_joins_a_call_that_has_a_listener(
+        self, harness, scripted_engine
+    ):
         scripted_engine.replies.append(Say("one two", hold_after=1))
         async with harness.post(STREAM) as first:
             await asyncio.to_thread(scripted_engine.holding.wait, 30)
@@ -74,7 +81,9 @@ class TestJoin:
         assert len(harness.calls()) == 1
 
     @pytest.mark.parametrize(("changes", "session"), OTHERS, ids=str)
-    async def test_another_request_or_session_joins_no_call(self, harness, scripted_engine, changes, session):
+    async def test_another_request_or_session_joins_no_call(
+        self, harness, scripted_engine, changes, session
+    ):
         scripted_engine.replies.append(Say("one two three", hold_after=2))
         await hang_up_while_it_runs(harness, scripted_engine, STREAM)
         _, events = await harness.send({**STREAM, **changes}, session=session, headers=RETRY)
@@ -82,7 +91,9 @@ class TestJoin:
         assert len(scripted_engine.requests) == 2
         assert harness.events("joined") == []
 
-    async def test_the_same_request_at_the_same_time_is_a_second_sample(self, harness, scripted_engine):
+    async def test_the_same_request_at_the_same_time_is_a_second_sample(
+        self, harness, scripted_engine
+    ):
         scripted_engine.replies += [Say("one two", hold_after=1), Say("three four")]
         async with harness.post(STREAM) as first:
             await asyncio.to_thread(scripted_engine.holding.wait, 30)
@@ -99,7 +110,9 @@ async def test_a_running_call_is_kept_and_of_the_others_the_newest(harness, scri
         for number in range(12):
             await harness.ask(user(str(number)))
         for number, again in ((11, "Hi."), (5, "Hi."), (0, "New.")):
-            _, reply = await harness.send({"model": "m", "messages": [user(str(number))]}, headers=RETRY)
+            _, reply = await harness.send(
+                {"model": "m", "messages": [user(str(number))]}, headers=RETRY
+            )
             assert again in reply
         _, joined = await released(harness, scripted_engine, headers=RETRY)
         assert content(await text(first)) == content(joined) == "one two"
@@ -132,7 +145,9 @@ class TestReplay:
         assert [event["call_id"] for event in harness.events("replayed")] == [call["call_id"]]
 
 
-async def test_a_marked_retry_joins_its_own_call_and_not_that_of_an_equal_request(harness, scripted_engine):
+async def test_a_marked_retry_joins_its_own_call_and_not_that_of_an_equal_request(
+    harness, scripted_engine
+):
     scripted_engine.replies += [Say("one two", hold_after=1), Say("three four", hold_after=1)]
     lost = await harness.post(STREAM)
     await asyncio.to_thread(scripted_engine.holding.wait, 30)
@@ -156,4 +171,6 @@ async def test_retries_without_end_are_counted(harness):
     for _ in range(101):
         assert (await harness.send(BODY, headers=RETRY))[0] == 200
     await harness.end()
-    assert [event["detail"] for event in harness.events("replayed")] == [""] * 64 + ["100 replayed in all, the last: "]
+    assert [event["detail"] for event in harness.events("replayed")] == [""] * 64 + [
+        "100 replayed in all, the last: "
+    ]

@@ -52,7 +52,12 @@ def without_tools(*ending):
         (call(), {"x-interaction-type": "conversation-subagent"}, {}, "subagent"),
         (call(), {"x-interaction-type": "conversation-agent"}, {}, "agent"),
         (call(), {"x-codex-turn-metadata": json.dumps({"request_kind": "turn"})}, {}, "agent"),
-        (call(), {"x-codex-turn-metadata": json.dumps({"request_kind": "compaction"})}, {}, "compaction"),
+        (
+            call(),
+            {"x-codex-turn-metadata": json.dumps({"request_kind": "compaction"})},
+            {},
+            "compaction",
+        ),
         (call(), {"x-codex-turn-metadata": "not JSON"}, {}, "agent"),
         (call(), {"x-codex-turn-metadata": "[1]"}, {}, "agent"),
         (call(), {"x-codex-turn-metadata": "[" * 8000}, {}, "agent"),
@@ -65,9 +70,19 @@ def without_tools(*ending):
         (call(client_metadata={"metadata.promptId": "s"}), {}, {}, "agent"),
         (call(client_metadata={"compaction": "trigger"}), {}, {}, "compaction"),
         # first words of known system prompts
-        (call(system="You are a title generator. You output ONLY a title.", tools=[]), {}, {}, "auxiliary"),
+        (
+            call(system="You are a title generator. You output ONLY a title.", tools=[]),
+            {},
+            {},
+            "auxiliary",
+        ),
         (call(system=COMPACTS, tools=[]), {}, {}, "compaction"),
-        (call(system="You are a coding agent. You are a title generator at times.", tools=[]), {}, {}, "agent"),
+        (
+            call(system="You are a coding agent. You are a title generator at times.", tools=[]),
+            {},
+            {},
+            "agent",
+        ),
         # a call that is sampled under a grammar has no role that is trained
         (call(schema={}, tools=[]), {}, {"tools": True, "role": "agent"}, "auxiliary"),
         (call(schema={}), {}, AFTER_TOOLS, "agent"),
@@ -77,12 +92,16 @@ def without_tools(*ending):
         (call(schema={}, tools=[], system=COMPACTS), {}, {}, "auxiliary"),
         # a conversation keeps its role
         (call(), {}, {"tools": True, "role": "subagent"}, "subagent"),
-        *((call(), {}, {"tools": True, "role": role}, "agent") for role in ("agent", "compaction", "auxiliary")),
+        *(
+            (call(), {}, {"tools": True, "role": role}, "agent")
+            for role in ("agent", "compaction", "auxiliary")
+        ),
         # it begins while a tool call waits
         (call(), {}, {"tools": True, "waiting": "c1"}, "subagent"),
         (call(tools=[]), {}, {"tools": True, "waiting": "c1"}, "auxiliary"),
         (call(system="You are a title generator"), {}, {"waiting": "c1"}, "auxiliary"),
-        # without tools it is a side question, unless it holds an agent's reply or gives a tool's result
+        # without tools it is a side question, unless it holds an agent's reply or gives a tool's
+        # result
         (call(), {}, AFTER_TOOLS, "agent"),
         (call(tools=[]), {}, AFTER_TOOLS, "auxiliary"),
         (call(tools=[]), {}, {"tools": True, "role": "agent"}, "agent"),
@@ -90,7 +109,12 @@ def without_tools(*ending):
         (call(tools=[]), {}, {"tools": True, "role": "auxiliary"}, "auxiliary"),
         (without_tools(), {}, AFTER_TOOLS, "agent"),
         (without_tools({"role": "user", "content": "Now answer."}), {}, AFTER_TOOLS, "agent"),
-        (without_tools(ANSWER, {"role": "user", "content": "A title?"}), {}, AFTER_TOOLS, "auxiliary"),
+        (
+            without_tools(ANSWER, {"role": "user", "content": "A title?"}),
+            {},
+            AFTER_TOOLS,
+            "auxiliary",
+        ),
     ],
 )
 def test_the_role_of_a_call_has_evidence_unless_it_is_the_agents(asked, headers, earlier, expected):
@@ -100,12 +124,17 @@ def test_the_role_of_a_call_has_evidence_unless_it_is_the_agents(asked, headers,
 
 def test_the_evidence_says_why():
     assert role(call(), role="subagent").evidence == "it goes on with a sub-agent's call"
-    assert role(call(), waiting="c1").evidence == "it begins while a tool call of call c1 has no result"
+    assert (
+        role(call(), waiting="c1").evidence
+        == "it begins while a tool call of call c1 has no result"
+    )
     side_question = role(call(schema={}, tools=[]))
     assert side_question.evidence == "the reply must match a JSON schema, and it has no tools"
 
 
-@pytest.mark.parametrize("header", ["x-openai-subagent", "x-claude-code-agent-id", "x-parent-session-id"])
+@pytest.mark.parametrize(
+    "header", ["x-openai-subagent", "x-claude-code-agent-id", "x-parent-session-id"]
+)
 def test_the_evidence_does_not_repeat_what_a_session_wrote(header):
     assert role(call(), {header: "s3cret"}).evidence == f"header {header}"
     assert "s3cret" not in role(call(client_metadata={"metadata.promptId": "s#s3cret"})).evidence
@@ -157,7 +186,9 @@ def test_a_conversation_that_begins_while_a_tool_call_waits_has_the_call_as_evid
 @pytest.mark.parametrize("given", [["t1"], []], ids=["with the result", "without"])
 def test_a_request_that_goes_on_ends_the_waiting_and_that_of_calls_meanwhile(asked, given):
     asked.begin("c1", MAIN, "t1")
-    asked.begin("c2", HELPER, "t2", role="subagent")  # `t2` reports to the caller, and never gets a result
+    asked.begin(
+        "c2", HELPER, "t2", role="subagent"
+    )  # `t2` reports to the caller, and never gets a result
     assert asked.go_on(MAIN, "c1", *given) == Earlier(tools=True, role="agent")
     assert asked.waiting(OTHER) is None
 
@@ -212,12 +243,16 @@ class TestRows:
         assert roles.ask([USER], [TOOL], OTHER, None) == Earlier(tools=True, waiting="c3")
         assert roles.ask([USER], [TOOL], OTHER, "c3").role == "subagent"
 
-    def test_a_request_that_did_not_complete_and_a_rendered_one_go_on_with_the_call_of_their_results_and_reply(self):
+    def test_a_request_that_did_not_complete_and_a_rendered_one_go_on_with_the_call_of_their_results_and_reply(
+        self,
+    ):
         main = past("c1", 0, 1, [USER], reply("t1"))
         failed = past("c2", 2, 3, results("t1")[1:], parent="c1")
         rendered = past("c2", 2, 3, [USER], reply(), sampled_by="c1")
         histories = [main], [main, failed], [main, rendered]
-        assert [restored(*calls).ask([USER], [TOOL], OTHER, None).waiting for calls in histories] == ["c1", None, None]
+        assert [
+            restored(*calls).ask([USER], [TOOL], OTHER, None).waiting for calls in histories
+        ] == ["c1", None, None]
 
     def test_calls_side_by_side_begin_and_complete_in_the_order_of_time(self):
         main = past("c1", 0, 1, [USER], reply("t1"))

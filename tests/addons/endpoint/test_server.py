@@ -87,10 +87,14 @@ class TestErrors:
         assert (fault["call_id"], "its log says why" in fault["detail"]) == (call["call_id"], True)
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_an_engine_that_dies_fails_the_call_and_keeps_its_tokens(self, harness, scripted_engine, stream):
+    async def test_an_engine_that_dies_fails_the_call_and_keeps_its_tokens(
+        self, harness, scripted_engine, stream
+    ):
         scripted_engine.replies.append(Say("one two three four", break_after=2))
         status, text = await harness.send({"messages": [user()], "stream": stream})
-        *events, last = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event]
+        *events, last = [
+            json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event
+        ]
         assert (status, last["error"]["code"]) == ((200, 503) if stream else (503, "engine_error"))
         assert all(event["choices"][0]["finish_reason"] is None for event in events)
         assert (await harness.ask(user()))[0] == 200
@@ -120,11 +124,16 @@ class TestErrors:
         scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
         assert (await harness.ask(user()))[0] == 200
         (call,) = harness.calls()
-        assert (call["status"], call["violation"]) == ("completed", "2 token ids but 0 log-probabilities")
+        assert (call["status"], call["violation"]) == (
+            "completed",
+            "2 token ids but 0 log-probabilities",
+        )
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("kind", [OSError, ValueError])
-    async def test_a_call_that_cannot_be_recorded_is_not_served(self, harness, monkeypatch, stream, kind):
+    async def test_a_call_that_cannot_be_recorded_is_not_served(
+        self, harness, monkeypatch, stream, kind
+    ):
         full = mock.Mock(side_effect=kind("No space left on device"))
         monkeypatch.setattr(harness.endpoint.writer, "add_call", full)
         status, text = await harness.send({"messages": [user()], "stream": stream})
@@ -133,27 +142,47 @@ class TestErrors:
         assert (status == 500) == (not stream)
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_call_whose_reply_cannot_be_parsed_fails_and_is_recorded(self, harness, monkeypatch, stream):
-        monkeypatch.setattr(ReplyParser, "feed", mock.Mock(side_effect=RuntimeError("no such token")))
+    async def test_a_call_whose_reply_cannot_be_parsed_fails_and_is_recorded(
+        self, harness, monkeypatch, stream
+    ):
+        monkeypatch.setattr(
+            ReplyParser, "feed", mock.Mock(side_effect=RuntimeError("no such token"))
+        )
         _, text = await harness.send({"messages": [user()], "stream": stream})
         assert "internal error of the recorder" in text
         assert "[DONE]" not in text
-        assert [(call["status"], call["error"]) for call in harness.calls()] == [("failed", "no such token")]
+        assert [(call["status"], call["error"]) for call in harness.calls()] == [
+            ("failed", "no such token")
+        ]
 
-    async def test_a_conversation_that_cannot_be_rendered_is_refused_and_recorded(self, harness, monkeypatch):
-        monkeypatch.setattr(harness.endpoint.rendering, "render", mock.Mock(side_effect=RecursionError("too deep")))
+    async def test_a_conversation_that_cannot_be_rendered_is_refused_and_recorded(
+        self, harness, monkeypatch
+    ):
+        monkeypatch.setattr(
+            harness.endpoint.rendering, "render", mock.Mock(side_effect=RecursionError("too deep"))
+        )
         status, reply = await harness.ask(user())
         assert (status, reply["error"]["code"]) == (400, "invalid_request_error")
         assert [event["detail"] for event in harness.events("rejected")] == ["too deep"]
-        assert harness.events("fault") == []  # an agent could ask for one, and its session would not count
+        assert (
+            harness.events("fault") == []
+        )  # an agent could ask for one, and its session would not count
 
     @pytest.mark.parametrize(
-        ("body", "why"), [(b'{"messages": [', ""), (NESTED, "nested more than 128 levels")], ids=["JSON", "a tool"]
+        ("body", "why"),
+        [(b'{"messages": [', ""), (NESTED, "nested more than 128 levels")],
+        ids=["JSON", "a tool"],
     )
-    async def test_malformed_json_and_a_tool_that_is_nested_too_deep_are_refused(self, harness, body, why):
+    async def test_malformed_json_and_a_tool_that_is_nested_too_deep_are_refused(
+        self, harness, body, why
+    ):
         status, text = await harness.send(body)
         error = json.loads(text)["error"]
-        assert (status, error["type"], why in error["message"]) == (400, "invalid_request_error", True)
+        assert (status, error["type"], why in error["message"]) == (
+            400,
+            "invalid_request_error",
+            True,
+        )
         assert [len(harness.events(kind)) for kind in ("rejected", "fault")] == [1, 0]
 
 
@@ -165,9 +194,17 @@ class TestAccess:
 
     @pytest.mark.parametrize(
         ("method", "path"),
-        [("GET", "/end"), ("POST", "/end?now"), ("POST", "/end/"), ("POST", "/v1/chat"), ("DELETE", "/v1/messages")],
+        [
+            ("GET", "/end"),
+            ("POST", "/end?now"),
+            ("POST", "/end/"),
+            ("POST", "/v1/chat"),
+            ("DELETE", "/v1/messages"),
+        ],
     )
-    async def test_a_request_that_is_none_of_the_proxys_ends_no_session(self, harness, method, path):
+    async def test_a_request_that_is_none_of_the_proxys_ends_no_session(
+        self, harness, method, path
+    ):
         headers = harness.endpoint.headers("s1", "api")
         async with harness.client.request(method, harness.url(path), headers=headers) as response:
             assert response.status == 404
@@ -184,7 +221,8 @@ class TestEndOfSession:
         assert (status, reply["error"]["message"]) == (503, why)
         (call,) = harness.calls()
         assert (call["status"], call["error"]) == ("aborted", why)
-        # the engine names the weights at the end only: `rolltap verify` asks of every call that this is marked
+        # the engine names the weights at the end only: `rolltap verify` asks of every call that
+        # this is marked
         assert (call["violation"] is None) == (call["completion_ids"] == [])
 
     @pytest.mark.parametrize("late", [PATH, "/v1/responses/input_tokens"])
@@ -196,9 +234,14 @@ class TestEndOfSession:
         assert len(harness.calls()) == len(scripted_engine.requests) == 1
         (event,) = harness.events("rejected")
         assert (event["session_id"], event["path"]) == ("s1", late)
-        assert event["detail"] == "This session has ended and takes no more calls: use another session id."
+        assert (
+            event["detail"]
+            == "This session has ended and takes no more calls: use another session id."
+        )
 
-    async def test_a_call_that_waits_for_the_engine_at_the_end_is_refused(self, harness, scripted_engine, monkeypatch):
+    async def test_a_call_that_waits_for_the_engine_at_the_end_is_refused(
+        self, harness, scripted_engine, monkeypatch
+    ):
         async def served(engine):
             await harness.end()
             return Served("scripted", 8192, None)
@@ -219,15 +262,27 @@ class TestEndOfSession:
         assert harness.endpoint.options_of("s3").allow is None
 
     async def test_a_failed_fsync_at_the_end_of_a_session_is_an_error(self, harness, monkeypatch):
-        monkeypatch.setattr(harness.endpoint.writer, "end_session", mock.Mock(side_effect=OSError("the disk is gone")))
-        assert await harness.end() == (500, "the session has ended, but its calls may not be on disk: the disk is gone")
+        monkeypatch.setattr(
+            harness.endpoint.writer,
+            "end_session",
+            mock.Mock(side_effect=OSError("the disk is gone")),
+        )
+        assert await harness.end() == (
+            500,
+            "the session has ended, but its calls may not be on disk: the disk is gone",
+        )
 
 
 async def test_the_engines_are_in_the_runs_metadata(harness, scripted_engine):
     await harness.ask(user())
     await asyncio.gather(*harness.endpoint._described.values())
     assert read_metadata(harness.run)["engines"] == {
-        scripted_engine.url: {"model": "scripted", "max_model_len": 8192, "vllm": None, "configuration": None}
+        scripted_engine.url: {
+            "model": "scripted",
+            "max_model_len": 8192,
+            "vllm": None,
+            "configuration": None,
+        }
     }
 
 
@@ -254,10 +309,14 @@ async def test_an_engine_that_describes_itself_while_the_recorder_stops_is_in_th
     assert read_metadata(tmp_path)["engines"].keys() == {scripted_engine.url}
 
 
-async def test_refusals_and_counts_of_tokens_do_not_wait_for_an_engine_that_is_down(rendering, tmp_path):
+async def test_refusals_and_counts_of_tokens_do_not_wait_for_an_engine_that_is_down(
+    rendering, tmp_path
+):
     async with recording(rendering, tmp_path, "http://127.0.0.1:1", patience=3600) as waiting:
         assert (await waiting.send(b"{"))[0] == 400
-        long = {"messages": [user("word " * 40_000)]}  # beyond any window: harnesses count to compact their history
+        long = {
+            "messages": [user("word " * 40_000)]
+        }  # beyond any window: harnesses count to compact their history
         status, answer = await waiting.send(long, path="/v1/messages/count_tokens")
         assert (status, json.loads(answer)["input_tokens"] > 40_000) == (200, True)
         await waiting.end()
@@ -297,7 +356,10 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
 
 @pytest.mark.parametrize("secret", ["", "wrong", "\u00e9", "\udcff"])
 async def test_a_request_without_the_secret_is_refused_whatever_bytes_it_has(harness, secret):
-    head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nX-Rolltap-Secret: {secret}\r\nContent-Length: 0\r\n\r\n"
+    head = (
+        f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nX-Rolltap-Secret: {secret}\r\nContent-Length:"
+        " 0\r\n\r\n"
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", harness.endpoint.port)
     writer.write(head.encode("utf-8", "surrogateescape"))
     assert (await reader.readline()).startswith(b"HTTP/1.1 403 ")
@@ -313,7 +375,9 @@ async def test_a_request_without_the_secret_is_refused_whatever_bytes_it_has(har
         ("/sk-live-0123456789abcdef/x%3Fkey=1", "/(24 characters)/(9 characters)"),
     ],
 )
-async def test_a_record_has_the_path_that_was_asked_without_what_may_be_a_key(harness, prefix, recorded):
+async def test_a_record_has_the_path_that_was_asked_without_what_may_be_a_key(
+    harness, prefix, recorded
+):
     path = "/chat/completions"
     headers = harness.endpoint.headers("s1", "azure")
     for body in ({"messages": [user()]}, {}):
@@ -330,7 +394,9 @@ async def test_a_record_has_the_path_that_was_asked_without_what_may_be_a_key(ha
 async def trusting(harness, rendering, scripted_engine):
     """Yield a client of a second recorder of the run, which accepts rewards."""
     scripted_engine.otherwise = lambda request: Say("Hello.", weight_version="7")
-    async with recording(rendering, harness.run, scripted_engine.url, accept_rewards=True) as client:
+    async with recording(
+        rendering, harness.run, scripted_engine.url, accept_rewards=True
+    ) as client:
         yield client
 
 
@@ -365,7 +431,9 @@ async def test_the_first_reward_of_a_session_with_a_completed_call_counts(trusti
     assert (await trusting.end(body={"reward": 0}))[0] == 200
     status, why = await trusting.end(body={"reward": 1})
     assert (status, "has the reward 0 already" in why) == (409, True)
-    assert [(row["session_id"], row["reward"]) for row in read_rows(trusting.run, "sessions")] == [("s1", 0.0)]
+    assert [(row["session_id"], row["reward"]) for row in read_rows(trusting.run, "sessions")] == [
+        ("s1", 0.0)
+    ]
     assert await trusting.end() == (200, "")
 
 

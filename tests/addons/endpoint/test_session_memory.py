@@ -1,6 +1,5 @@
-"""A session that remembers the last requests as a state machine: it decodes each request, and makes each prompt, as one
-that remembers none.
-"""
+"""A session that remembers the last requests as a state machine: it decodes each request, and makes
+each prompt, as one that remembers none."""
 
 import json
 import zlib
@@ -24,7 +23,10 @@ REPLIES = st.builds(
     Reply,
     st.sampled_from(["", "Done.", "Hm.\n"]),
     st.sampled_from(["", "I look."]),
-    st.lists(st.builds(ToolCall, st.just(""), st.sampled_from(["look", "go"]), st.just('{"a": 1}')), max_size=2),
+    st.lists(
+        st.builds(ToolCall, st.just(""), st.sampled_from(["look", "go"]), st.just('{"a": 1}')),
+        max_size=2,
+    ),
 )
 
 
@@ -34,7 +36,10 @@ class HashRendering:
     refusal = None
 
     def render(self, messages, tools):
-        return [zlib.crc32(json.dumps([message, tools], sort_keys=True).encode()) & 0xFFFF for message in messages]
+        return [
+            zlib.crc32(json.dumps([message, tools], sort_keys=True).encode()) & 0xFFFF
+            for message in messages
+        ]
 
     def extension(self, prompt_ids, completion_ids, messages, tools):
         return self.render(messages, tools) if messages else None
@@ -47,13 +52,17 @@ def result(api, call_id):
     if api is RESPONSES:
         return {"type": "function_call_output", "call_id": call_id, "output": "x"}
     if api is MESSAGES:
-        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "x"}]}
+        return {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "x"}],
+        }
     response = {"id": call_id, "name": "look", "response": {"output": "x"}}
     return {"role": "user", "parts": [{"functionResponse": response}]}
 
 
 class Recorder:
-    """A session of which the requests and replies are those of the test. With `bodies`, it remembers the last ones."""
+    """A session of which the requests and replies are those of the test. With `bodies`, it
+    remembers the last ones."""
 
     def __init__(self, bodies=None):
         self.bodies = bodies
@@ -84,8 +93,20 @@ class Recorder:
     def prompt(self, call_id, model_call):
         """Return all that a row has of a call's prompt."""
         prompt = self.running[call_id] = self.conversations.prompt(model_call)
-        found = [*prompt.ids], prompt.digest(), prompt.kind, prompt.reason, prompt.sampled_by, prompt.opening
-        return *found, prompt.prefix_length, prompt.parent and prompt.parent.call_id, prompt.new_messages
+        found = (
+            [*prompt.ids],
+            prompt.digest(),
+            prompt.kind,
+            prompt.reason,
+            prompt.sampled_by,
+            prompt.opening,
+        )
+        return (
+            *found,
+            prompt.prefix_length,
+            prompt.parent and prompt.parent.call_id,
+            prompt.new_messages,
+        )
 
     def complete(self, call_id, api, reply):
         """Record the reply to a call."""
@@ -113,7 +134,8 @@ class SessionMemory(RuleBasedStateMachine):
         self.running = {}
         """Id of a call that runs -> (API, elements, its context)."""
         self.completed, self.calling = [], []
-        """Ids of the completed calls of the API that can name them, and of those among them that call tools."""
+        """Ids of the completed calls of the API that can name them, and of those among them that
+        call tools."""
         self.count = 0
 
     def draw_talk(self, data):
@@ -148,7 +170,9 @@ class SessionMemory(RuleBasedStateMachine):
     def go_on(self, data, cut):
         api, elements = self.draw_talk(data)
         (user, *_) = api.talk[api.dialect.CONVERSATION]
-        more = data.draw(st.lists(st.sampled_from([user, result(api, "c1"), *api.elements]), max_size=2))
+        more = data.draw(
+            st.lists(st.sampled_from([user, result(api, "c1"), *api.elements]), max_size=2)
+        )
         self.talks.append((api, [*elements[: len(elements) - cut], *more, user]))
         self.ask(*self.talks[-1], data)
 
@@ -181,13 +205,16 @@ class SessionMemory(RuleBasedStateMachine):
             self.talks.append((api, [*elements, *echo, *results, user]))
 
     def ask(self, api, elements, data, previous=None):
-        """Send a request with a conversation to both sessions, after that of the call `previous`, if any."""
+        """Send a request with a conversation to both sessions, after that of the call `previous`,
+        if any."""
         request = {**api.request, api.dialect.CONVERSATION: elements}
         if not data.draw(st.integers(0, 3)):
             del request["tools"]
         target = api.target
         if previous is None:
-            target = data.draw(st.sampled_from([api.target, api.target, api.count_target or api.target]))
+            target = data.draw(
+                st.sampled_from([api.target, api.target, api.count_target or api.target])
+            )
             previous = data.draw(st.sampled_from(["", *self.completed]))
         if previous and api is RESPONSES:
             request["previous_response_id"] = f"resp_{previous}"

@@ -12,7 +12,10 @@ from tests.scripted_engine import Answer, Say
 
 RESPONSES = "/v1/responses"
 TOOL = {"type": "function", "name": "bash", "description": "Run", "parameters": {"type": "object"}}
-CALL = '<think>\nI look.\n</think>\n\nWait.\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true}}\n</tool_call>'
+CALL = (
+    '<think>\nI look.\n</think>\n\nWait.\n\n<tool_call>\n{"name":  "bash", "arguments": {"a"'
+    " :true}}\n</tool_call>"
+)
 
 
 class Client:
@@ -26,7 +29,9 @@ class Client:
         """Return the status and the body of the answer."""
         headers = self.harness.endpoint.headers(self.session, "api")
         data = None if body is None else io.BytesIO(json.dumps(body).encode())
-        async with self.harness.client.request(method, self.harness.url(path), data=data, headers=headers) as answer:
+        async with self.harness.client.request(
+            method, self.harness.url(path), data=data, headers=headers
+        ) as answer:
             return answer.status, await answer.json()
 
     async def ok(self, method, path, body=None):
@@ -37,11 +42,16 @@ class Client:
 
     async def ask(self, *items, **fields):
         """Return the response to a request of the Responses API."""
-        return await self.ok("POST", RESPONSES, {"model": "m", "input": list(items), "tools": [TOOL], **fields})
+        return await self.ok(
+            "POST", RESPONSES, {"model": "m", "input": list(items), "tools": [TOOL], **fields}
+        )
 
     async def refusal(self, *items, **fields):
-        """Return the status, the code and the message of a request of the Responses API that is refused."""
-        status, answer = await self.request("POST", RESPONSES, {"model": "m", "input": list(items), **fields})
+        """Return the status, the code and the message of a request of the Responses API that is
+        refused."""
+        status, answer = await self.request(
+            "POST", RESPONSES, {"model": "m", "input": list(items), **fields}
+        )
         return status, answer["error"]["code"], answer["error"]["message"]
 
 
@@ -60,7 +70,10 @@ async def restarted(harness, scripted_engine):
 def outputs(answer):
     """Return the results of the tool calls of a response."""
     calls = [item for item in answer["output"] if item["type"] == "function_call"]
-    return [{"type": "function_call_output", "call_id": call["call_id"], "output": "ok"} for call in calls]
+    return [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+        for call in calls
+    ]
 
 
 def references(answer):
@@ -106,7 +119,10 @@ async def test_nothing_of_another_session_is_found(client, harness, scripted_eng
     scripted_engine.replies.append(Say(CALL))
     answer = await client.ask(user())
     other = Client(harness, "s2")
-    assert (await other.refusal(user(), previous_response_id=answer["id"]))[:2] == (400, "previous_response_not_found")
+    assert (await other.refusal(user(), previous_response_id=answer["id"]))[:2] == (
+        400,
+        "previous_response_not_found",
+    )
     for reference in references(answer):
         status, _, why = await other.refusal(user(), reference)
         assert (status, why) == (404, f"Item with id '{reference['id']}' not found.")
@@ -122,7 +138,9 @@ async def test_a_call_that_failed_or_is_unknown_is_not_found(client, harness, sc
         refusal = await client.refusal(user(), previous_response_id=f"resp_{call_id}")
         why = f"Previous response with id 'resp_{call_id}' not found."
         assert refusal == (400, "previous_response_not_found", why)
-        assert (await client.refusal(user(), {"type": "item_reference", "id": f"msg_{call_id}_0"}))[0] == 404
+        assert (await client.refusal(user(), {"type": "item_reference", "id": f"msg_{call_id}_0"}))[
+            0
+        ] == 404
     assert len(harness.events("rejected")) == 6
 
 
@@ -133,19 +151,25 @@ async def test_an_item_can_be_named_once(client):
 
 
 @pytest.mark.parametrize("conversation", ["conv_1", {"id": "conv_1"}])
-async def test_a_conversation_is_refused_with_the_field_that_is_served(client, harness, conversation):
+async def test_a_conversation_is_refused_with_the_field_that_is_served(
+    client, harness, conversation
+):
     status, _, why = await client.refusal(user(), conversation=conversation)
     assert (status, "name the last response as 'previous_response_id'" in why) == (400, True)
     assert len(harness.events("rejected")) == 1
 
 
-async def test_a_retry_by_id_gets_the_reply_that_was_sampled_also_after_a_restart(client, harness, scripted_engine):
+async def test_a_retry_by_id_gets_the_reply_that_was_sampled_also_after_a_restart(
+    client, harness, scripted_engine
+):
     scripted_engine.replies += [Say("One."), Say("Two."), Say("Three.")]
     first = await client.ask(user())
     body = {"model": "m", "input": "Go on.", "previous_response_id": first["id"]}
 
     async def sent(harness, count):
-        _, text = await harness.send(body, path=RESPONSES, headers={"x-stainless-retry-count": count})
+        _, text = await harness.send(
+            body, path=RESPONSES, headers={"x-stainless-retry-count": count}
+        )
         return json.loads(text)["output"][-1]["content"][0]["text"]
 
     texts = [await sent(harness, count) for count in ("0", "1", "0")]
@@ -178,7 +202,9 @@ async def test_a_damaged_call_is_not_found(client, harness, scripted_engine):
     await client.ask(user(), previous_response_id=fine["id"])
 
 
-async def test_a_request_that_names_an_id_reads_no_rows_of_a_session_that_runs(client, harness, monkeypatch):
+async def test_a_request_that_names_an_id_reads_no_rows_of_a_session_that_runs(
+    client, harness, monkeypatch
+):
     named = (await client.ask(user("First.")))["id"]
     monkeypatch.setattr("rolltap.addons.store.index.SegmentReader", None)  # whoever reads, fails
     for _ in range(3):
@@ -186,13 +212,17 @@ async def test_a_request_that_names_an_id_reads_no_rows_of_a_session_that_runs(c
     assert kinds(harness)[1:] == [BRIDGED] * 3
 
 
-async def test_messages_of_named_calls_are_the_same_objects_in_each_request(client, harness, monkeypatch):
+async def test_messages_of_named_calls_are_the_same_objects_in_each_request(
+    client, harness, monkeypatch
+):
     named = (await client.ask(user("First.")))["id"]
     (session,) = harness.endpoint.sessions.values()
     asked = []
     begin = session.begin
     keep = asked.append
-    monkeypatch.setattr(session, "begin", lambda read, *rest: keep(read.model_call) or begin(read, *rest))
+    monkeypatch.setattr(
+        session, "begin", lambda read, *rest: keep(read.model_call) or begin(read, *rest)
+    )
     for _ in range(3):
         named = (await client.ask(user("Go on."), previous_response_id=named))["id"]
     for before, after in pairwise(asked):

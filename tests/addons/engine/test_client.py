@@ -39,12 +39,16 @@ async def test_tokens_log_probabilities_and_versions_arrive_in_order(scripted_en
     chunks = await generate(client)
     ids = [*scripted_engine.ids("hello there"), scripted_engine.tokenizer.eos_token_id]
     assert ids_of(chunks) == ids
-    assert [p for chunk in chunks for p in chunk.logprobs] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
+    assert [p for chunk in chunks for p in chunk.logprobs] == [
+        -0.125 * (1 + i % 5) for i in range(len(ids))
+    ]
     assert chunks[-1].finish_reason == "stop"
     assert chunks[-1].weight_versions == [VersionSpan(version="7", start=0, end=len(ids))]
 
 
-async def test_sampling_adapter_and_a_schema_with_an_integer_of_any_size_are_sent_as_given(scripted_engine, client):
+async def test_sampling_adapter_and_a_schema_with_an_integer_of_any_size_are_sent_as_given(
+    scripted_engine, client
+):
     scripted_engine.replies.append(Say("x"))
     schema = {"json": {"maximum": 2**70}}
     await generate(client, model="policy-3", structured_outputs=schema)
@@ -70,14 +74,18 @@ async def test_sampling_adapter_and_a_schema_with_an_integer_of_any_size_are_sen
         (Say("one two three four", break_after=2), 503, "failed"),
     ],
 )
-async def test_a_reply_that_is_not_a_generation_is_an_error(scripted_engine, client, reply, status, message):
+async def test_a_reply_that_is_not_a_generation_is_an_error(
+    scripted_engine, client, reply, status, message
+):
     scripted_engine.replies.append(reply)
     with pytest.raises(EngineError, match=message) as error:
         await generate(client)
     assert error.value.status == status
 
 
-async def test_an_engine_that_is_down_and_a_server_that_is_not_vllm_are_errors(scripted_engine, connect):
+async def test_an_engine_that_is_down_and_a_server_that_is_not_vllm_are_errors(
+    scripted_engine, connect
+):
     with pytest.raises(EngineError, match="elsewhere/v1/models did not return a model"):
         await connect(scripted_engine.url + "/elsewhere").served()
     engine = connect("http://127.0.0.1:9")
@@ -87,7 +95,9 @@ async def test_an_engine_that_is_down_and_a_server_that_is_not_vllm_are_errors(s
         await engine.served()
 
 
-async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(scripted_engine, client, monkeypatch):
+async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(
+    scripted_engine, client, monkeypatch
+):
     monkeypatch.setattr(engine_client, "SILENCE_SECONDS", 0.01)
     monkeypatch.setattr(engine_client, "HEALTH_SECONDS", 0.2)
     scripted_engine.deaf = True
@@ -96,7 +106,9 @@ async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(sc
     assert error.value.retryable
 
 
-async def test_one_connection_carries_generations_one_after_the_other(scripted_engine, client, monkeypatch):
+async def test_one_connection_carries_generations_one_after_the_other(
+    scripted_engine, client, monkeypatch
+):
     """The last event is not the end of the response."""
     monkeypatch.setattr(module, "END_SECONDS", 30.0)
     scripted_engine.replies += [Say("one", hold_end=True), Say("two"), Say("three")]
@@ -111,7 +123,9 @@ async def test_one_connection_carries_generations_one_after_the_other(scripted_e
 
 def test_a_connection_is_probed_while_nothing_is_sent_on_it():
     """An engine whose machine is gone closes no connection."""
-    with engine_client._socket_with_probes((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 9))) as opened:
+    with engine_client._socket_with_probes(
+        (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 9))
+    ) as opened:
         assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
 
@@ -129,25 +143,36 @@ class TestKey:
         assert await generate(engine)
         assert await engine.describe()
 
-    @pytest.mark.parametrize(("key", "message"), [(None, "requires a key"), ("guess", "does not accept the key")])
-    async def test_a_wrong_key_is_an_error_that_says_what_to_do(self, locked, connect, key, message):
+    @pytest.mark.parametrize(
+        ("key", "message"), [(None, "requires a key"), ("guess", "does not accept the key")]
+    )
+    async def test_a_wrong_key_is_an_error_that_says_what_to_do(
+        self, locked, connect, key, message
+    ):
         engine = connect(locked.url, key)
         for ask in (engine.served, lambda: generate(engine)):
-            with pytest.raises(EngineError, match=rf"{message} \(401\): set ROLLTAP_ENGINE_KEY_FILE") as error:
+            with pytest.raises(
+                EngineError, match=rf"{message} \(401\): set ROLLTAP_ENGINE_KEY_FILE"
+            ) as error:
                 await ask()
             assert (error.value.status, error.value.retryable) == (502, False)
             assert "guess" not in str(error.value)
 
 
 async def test_log_probabilities_of_other_tokens_are_dropped(scripted_engine, client):
-    choice = {"token_ids": [5], "logprobs": {"content": [{"token_id": 6, "logprob": -1.0}]}, "finish_reason": "stop"}
+    choice = {
+        "token_ids": [5],
+        "logprobs": {"content": [{"token_id": 6, "logprob": -1.0}]},
+        "finish_reason": "stop",
+    }
     scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
     (chunk,) = await generate(client)
     assert (chunk.token_ids, chunk.logprobs) == ([5], [])
 
 
 def shape(value):
-    """Return the keys and types of a JSON value. For a list, return the set of its items' shapes."""
+    """Return the keys and types of a JSON value. For a list, return the set of its items'
+    shapes."""
     if isinstance(value, dict):
         return {key: shape(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -156,7 +181,9 @@ def shape(value):
 
 
 def events(url: str, body: dict, headers: httpx.Headers) -> list:
-    with httpx.stream("POST", url + "/inference/v1/generate", json=body, headers=headers, timeout=60) as response:
+    with httpx.stream(
+        "POST", url + "/inference/v1/generate", json=body, headers=headers, timeout=60
+    ) as response:
         assert response.status_code == 200
         return [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
 
@@ -169,7 +196,9 @@ class TestContract:
         sampling = {**NEUTRAL_SAMPLING, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": sampling}
         scripted_engine.replies.append(Say("one two", finish_reason="length"))
-        real, scripted = (events(url, body, engine.http.headers) for url in (engine.url, scripted_engine.url))
+        real, scripted = (
+            events(url, body, engine.http.headers) for url in (engine.url, scripted_engine.url)
+        )
         assert real[-1] == scripted[-1] == "[DONE]"
         # vLLM repeats the sampled token's entry under top_logprobs; the client does not read it
         for data in (real, scripted):
@@ -187,10 +216,12 @@ class TestContract:
 
     def test_vllm_refuses_in_the_stream(self, engine):
         body = {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}}
-        (first, *_) = events(engine.url, body, engine.http.headers)
+        first, *_ = events(engine.url, body, engine.http.headers)
         assert json.loads(first)["error"]["code"] == 400
 
-    def test_a_paused_vllm_refuses_in_the_stream_or_lets_requests_wait(self, engine, scripted_engine):
+    def test_a_paused_vllm_refuses_in_the_stream_or_lets_requests_wait(
+        self, engine, scripted_engine
+    ):
         body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": {"max_tokens": 1}}
         version = engine.http.get("/version").json()["version"]
         if version.startswith("0.32."):
@@ -240,6 +271,10 @@ class TestContract:
         assert json.loads(text)["n"] in (1, 2)
 
     async def test_vllm_says_one_of_the_texts(self, engine, real):
-        ids = ids_of(await generate(real, max_tokens=200, structured_outputs={"choice": ["yes, it is", "no"]}))
+        ids = ids_of(
+            await generate(
+                real, max_tokens=200, structured_outputs={"choice": ["yes, it is", "no"]}
+            )
+        )
         text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
         assert text in ("yes, it is", "no")

@@ -29,15 +29,20 @@ def test_a_new_key_is_for_this_user_alone_and_a_file_that_exists_is_kept(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n", b"two words", b"line\nline", b"a\x00b", b"\xff\xfe", "schlüssel".encode()]
+    "content",
+    [b"", b"\n", b"two words", b"line\nline", b"a\x00b", b"\xff\xfe", "schlüssel".encode()],
 )
 def test_a_file_that_holds_no_key_is_refused_and_not_shown(tmp_path, content):
     (tmp_path / "key").write_bytes(content)
-    with pytest.raises(InputError, match="does not hold one word of printable ASCII: give the file") as error:
+    with pytest.raises(
+        InputError, match="does not hold one word of printable ASCII: give the file"
+    ) as error:
         read_key(tmp_path / "key")
     assert not content.strip() or content.decode("latin-1") not in str(error.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"key file .*/missing cannot be read: No such file or directory"):
+    with pytest.raises(
+        InputError, match=r"key file .*/missing cannot be read: No such file or directory"
+    ):
         read_key(tmp_path / "missing")

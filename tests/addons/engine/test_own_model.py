@@ -1,4 +1,5 @@
-"""The model of `rolltap_model` is compared with what the engines serve, at start and at first contact."""
+"""The model of `rolltap_model` is compared with what the engines serve, at start and at first
+contact."""
 
 import asyncio
 import json
@@ -37,7 +38,8 @@ def wrong(other_tokenizer):
 
 @pytest.fixture
 def swapped(tokenizer, tmp_path):
-    """Make a tokenizer with the first and the second of the tokens that `TEXT` does not have in each other's place."""
+    """Make a tokenizer with the first and the second of the tokens that `TEXT` does not have in
+    each other's place."""
 
     def swap(first, second):
         shutil.copytree(tokenizer.name_or_path, tmp_path / "swapped")
@@ -45,7 +47,11 @@ def swapped(tokenizer, tmp_path):
         content = json.loads(file.read_text())
         vocabulary = content["model"]["vocab"]
         unseen = set(vocabulary.values()).difference(tokenizer.encode(TEXT))
-        names = [name for name in vocabulary if vocabulary[name] in unseen and len(name) > 1 and name.isascii()]
+        names = [
+            name
+            for name in vocabulary
+            if vocabulary[name] in unseen and len(name) > 1 and name.isascii()
+        ]
         one, two = names[first], names[second]
         vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
         file.write_text(json.dumps(content))
@@ -65,7 +71,12 @@ async def client(connect, scripted_engine, rendering):
 
 def names_both(text, wrong, tokenizer_folder):
     """Return True when a message names the engine, its model, the recorder's and what to do."""
-    parts = (wrong.url, wrong.root, str(tokenizer_folder), "give the model that the engine serves (--model")
+    parts = (
+        wrong.url,
+        wrong.root,
+        str(tokenizer_folder),
+        "give the model that the engine serves (--model",
+    )
     return all(part in text for part in parts)
 
 
@@ -81,7 +92,9 @@ class TestVocabulary:
     async def test_a_large_vocabulary_is_asked_for_in_few_bounded_answers(self, connect, tmp_path):
         words = [f"tokenization{number}" for number in range(150_000)]
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(dict(zip(words, range(5, 150_005), strict=True)), words[0])),
+            tokenizer_object=Tokenizer(
+                models.WordLevel(dict(zip(words, range(5, 150_005), strict=True)), words[0])
+            ),
             additional_special_tokens=["<|im_start|>", "<|im_end|>"],
         )
         with ScriptedEngine(tokenizer) as engine:
@@ -98,7 +111,9 @@ class TestVocabulary:
 
 
 class TestStart:
-    def test_an_engine_with_another_tokenizer_refuses_the_start(self, start, wrong, tokenizer_folder, scripted_engine):
+    def test_an_engine_with_another_tokenizer_refuses_the_start(
+        self, start, wrong, tokenizer_folder, scripted_engine
+    ):
         recorder = start(f"rolltap_engine={scripted_engine.url},{wrong.url}")
         assert recorder.address is None
         assert recorder.process.wait() == 1
@@ -114,12 +129,17 @@ class TestStart:
         assert await require_model([scripted_engine.url, NOBODY], None, own_model(rendering)) == []
         assert [message.count("does not answer yet") for message in caplog.messages] == [1, 1]
 
-    async def test_the_same_tokenizer_under_another_name_is_a_warning(self, scripted_engine, rendering):
+    async def test_the_same_tokenizer_under_another_name_is_a_warning(
+        self, scripted_engine, rendering
+    ):
         own = own_model(rendering)
         assert await require_model([scripted_engine.url], None, own) == []
         scripted_engine.root = "org/base-model"
         (warning,) = await require_model([scripted_engine.url], None, own)
-        assert f"the engine at {scripted_engine.url} serves org/base-model (as scripted), not {own.name}" in warning
+        assert (
+            f"the engine at {scripted_engine.url} serves org/base-model (as scripted), not"
+            f" {own.name}" in warning
+        )
 
 
 class TestFirstContact:
@@ -146,7 +166,9 @@ class TestFirstContact:
             assert (await harness.send({"messages": [user()]}, session=session))[0] == 502
         assert wrong.requests == []
 
-    @pytest.mark.parametrize("down", [True, False], ids=["was down", "is replaced while no call fails"])
+    @pytest.mark.parametrize(
+        "down", [True, False], ids=["was down", "is replaced while no call fails"]
+    )
     async def test_an_engine_that_may_be_another_one_is_compared_again(
         self, one, recorded, other_tokenizer, tokenizer, monkeypatch, down
     ):
@@ -190,14 +212,18 @@ class TestFirstContact:
         assert (await client.served()).max_model_len == 8192
 
     @pytest.mark.parametrize("status", [404, 501])
-    async def test_an_engine_without_the_route_is_used_and_a_warning_names_it(self, client, scripted_engine, status):
+    async def test_an_engine_without_the_route_is_used_and_a_warning_names_it(
+        self, client, scripted_engine, status
+    ):
         scripted_engine.tokenize_status = status
         assert (await client.served()).max_model_len == 8192
         assert "was not compared" in client.warning
         assert f"it has no route /tokenize ({status})" in client.warning
 
     @pytest.mark.parametrize("status", [400, 500])
-    async def test_an_engine_that_does_not_tell_its_tokens_is_not_used(self, client, scripted_engine, status):
+    async def test_an_engine_that_does_not_tell_its_tokens_is_not_used(
+        self, client, scripted_engine, status
+    ):
         scripted_engine.tokenize_status = status
         message = rf"{scripted_engine.url}/tokenize did not return .*status {status}"
         with pytest.raises(EngineError, match=message) as error:
@@ -220,14 +246,18 @@ class TestContract:
         assert await connect(engine.url, engine.key, own=own).served()
         assert caplog.records == []
 
-    async def test_vllm_is_refused_for_a_model_with_another_tokenizer(self, engine, connect, other_tokenizer):
+    async def test_vllm_is_refused_for_a_model_with_another_tokenizer(
+        self, engine, connect, other_tokenizer
+    ):
         own = own_model(Rendering(other_tokenizer.name_or_path))
         with pytest.raises(WrongModel, match=str(engine.model_dir)):
             await connect(engine.url, engine.key, own=own).served()
 
     def test_the_scripted_engine_tokenizes_in_vllms_shape(self, engine, tokenizer):
         body = {"prompt": TEXT, "add_special_tokens": False}
-        with ScriptedEngine(AutoTokenizer.from_pretrained(engine.model_dir), max_model_len=1) as scripted:
+        with ScriptedEngine(
+            AutoTokenizer.from_pretrained(engine.model_dir), max_model_len=1
+        ) as scripted:
             one, two = (
                 httpx.post(url + "/tokenize", json=body, headers=engine.http.headers).json()
                 for url in (engine.url, scripted.url)
@@ -235,9 +265,16 @@ class TestContract:
         assert one.pop("max_model_len") > two.pop("max_model_len")
         assert one == two
 
-    def test_the_scripted_engine_refuses_an_unknown_adapter_as_vllm_does(self, engine, scripted_engine):
+    def test_the_scripted_engine_refuses_an_unknown_adapter_as_vllm_does(
+        self, engine, scripted_engine
+    ):
         scripted_engine.adapters = set()
-        body = {"token_ids": [5], "stream": True, "sampling_params": {"max_tokens": 1}, "model": "policy-x"}
+        body = {
+            "token_ids": [5],
+            "stream": True,
+            "sampling_params": {"max_tokens": 1},
+            "model": "policy-x",
+        }
         answers = [
             httpx.post(url + "/inference/v1/generate", json=body, headers=engine.http.headers)
             for url in (engine.url, scripted_engine.url)

@@ -53,7 +53,9 @@ async def kept(harness):
 
 class TestPublication:
     @pytest.mark.parametrize("text", ["{", "[]", '{"model": null}', '{"version": "1", "model": 1}'])
-    async def test_a_file_that_says_nothing_of_the_weights_is_a_fault(self, harness, scripted_engine, text):
+    async def test_a_file_that_says_nothing_of_the_weights_is_a_fault(
+        self, harness, scripted_engine, text
+    ):
         write_atomically(harness.run / POLICY_FILE, text)
         body = {"model": "m", "messages": [user()]}
         status, answer = await harness.send(body)
@@ -62,7 +64,9 @@ class TestPublication:
         publish(harness.run, ONE)
         assert await ask(harness) == [ONE]
 
-    async def test_a_session_keeps_its_adapter_and_a_new_session_gets_the_new_one(self, kept, scripted_engine):
+    async def test_a_session_keeps_its_adapter_and_a_new_session_gets_the_new_one(
+        self, kept, scripted_engine
+    ):
         assert await ask(kept) == [ONE]
         assert await ask(kept, session="s2") == [TWO]
         assert await ask(kept) == [ONE]
@@ -72,13 +76,16 @@ class TestPublication:
         self, harness, rendering, scripted_engine
     ):
         publish(harness.run, 1)
-        async with recording(rendering, harness.run, scripted_engine.url, keep_adapter=False) as other:
+        async with recording(
+            rendering, harness.run, scripted_engine.url, keep_adapter=False
+        ) as other:
             assert await ask(other) == ["1"]
             publish(harness.run, TWO)
             assert await ask(other) == [TWO]
 
     async def test_the_base_model_is_kept_by_nobody(self, harness, scripted_engine):
-        """The engine has one set of base weights: those of a checkpoint replace it for all sessions."""
+        """The engine has one set of base weights: those of a checkpoint replace it for all
+        sessions."""
         publish(harness.run, ONE, adapter=False)
         await ask(harness)
         publish(harness.run, TWO, adapter=False)
@@ -93,7 +100,9 @@ class TestPublication:
 
         def break_once(request):
             publish(patient.run, TWO)
-            return Say("one two three", break_after=2 if len(scripted_engine.requests) == 1 else None)
+            return Say(
+                "one two three", break_after=2 if len(scripted_engine.requests) == 1 else None
+            )
 
         scripted_engine.otherwise = break_once
         assert await ask(patient) == [ONE, ONE]
@@ -125,7 +134,9 @@ class TestPublication:
         assert spans(call) == [(ONE, 0, len(call["completion_ids"]))]
 
 
-async def test_the_usage_in_an_event_of_its_own_takes_no_names_of_weights_away(harness, scripted_engine):
+async def test_the_usage_in_an_event_of_its_own_takes_no_names_of_weights_away(
+    harness, scripted_engine
+):
     """vLLM sends it so, behind the last tokens."""
     choice = {
         "token_ids": [5],
@@ -134,7 +145,9 @@ async def test_the_usage_in_an_event_of_its_own_takes_no_names_of_weights_away(h
         "weight_versions": [{"version": "7", "start": 0, "end": 1}],
     }
     usage = {"prompt_tokens_details": {"cached_tokens": 3}}
-    events = [json.dumps(event) for event in ({"choices": [choice]}, {"choices": [], "usage": usage})]
+    events = [
+        json.dumps(event) for event in ({"choices": [choice]}, {"choices": [], "usage": usage})
+    ]
     body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
     scripted_engine.replies.append(Answer(200, body.encode()))
     assert (await harness.ask(user()))[0] == 200
@@ -145,19 +158,25 @@ async def test_the_usage_in_an_event_of_its_own_takes_no_names_of_weights_away(h
 class TestGone:
     """An adapter that the engine has unloaded."""
 
-    async def test_the_session_goes_on_with_the_current_policy_and_an_event_says_so(self, kept, scripted_engine):
+    async def test_the_session_goes_on_with_the_current_policy_and_an_event_says_so(
+        self, kept, scripted_engine
+    ):
         scripted_engine.adapters = {f"policy-{TWO}", f"policy-{THREE}"}
         assert await ask(kept) == [TWO]
         (event,) = kept.events("switched")
         assert (event["session_id"], event["call_id"]) == ("s1", kept.calls()[-1]["call_id"])
-        assert event["detail"] == (
-            f"no engine has the adapter policy-{ONE} any more: the session goes on with the weights {TWO}"
+        assert (
+            event["detail"]
+            == f"no engine has the adapter policy-{ONE} any more: the session goes on with the"
+            f" weights {TWO}"
         )
         publish(kept.run, THREE)
         assert await ask(kept) == [TWO]
         assert len(kept.events("switched")) == 1
 
-    async def test_in_the_middle_of_a_completion_each_token_names_its_own_weights(self, patient, scripted_engine):
+    async def test_in_the_middle_of_a_completion_each_token_names_its_own_weights(
+        self, patient, scripted_engine
+    ):
         publish(patient.run, ONE)
 
         def unload(request):
@@ -174,7 +193,9 @@ class TestGone:
         assert spans(patient.calls()[-1]) == [(ONE, 0, 2), (TWO, 2, end)]
         assert [len(patient.events(kind)) for kind in ("continued", "switched")] == [1, 1]
 
-    async def test_of_the_base_model_the_session_goes_on_when_that_is_published(self, harness, scripted_engine):
+    async def test_of_the_base_model_the_session_goes_on_when_that_is_published(
+        self, harness, scripted_engine
+    ):
         publish(harness.run, ONE)
         await ask(harness)
         publish(harness.run, TWO, adapter=False)
@@ -182,7 +203,9 @@ class TestGone:
         scripted_engine.otherwise = lambda request: Say("one two three", weight_version=TWO)
         assert await ask(harness) == [TWO]
 
-    async def test_the_current_policy_that_the_engine_does_not_have_is_a_fault(self, harness, scripted_engine):
+    async def test_the_current_policy_that_the_engine_does_not_have_is_a_fault(
+        self, harness, scripted_engine
+    ):
         publish(harness.run, ONE)
         scripted_engine.adapters = set()
         status, answer = await harness.ask(user())
@@ -203,7 +226,8 @@ class TestGone:
 
 
 class TestMemory:
-    """The adapter of a session is in the session's rows: the recorder forgets it with the session."""
+    """The adapter of a session is in the session's rows: the recorder forgets it with the
+    session."""
 
     async def test_a_session_goes_on_with_it_after_it_was_dropped_and_after_a_restart(
         self, kept, rendering, scripted_engine
@@ -218,10 +242,16 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("recorded", "published"),
         [
-            ("default", {"version": TWO, "model": f"policy-{TWO}"}),  # sampled by the engine's own weights
+            (
+                "default",
+                {"version": TWO, "model": f"policy-{TWO}"},
+            ),  # sampled by the engine's own weights
             (ONE, {"version": TWO, "model": None}),  # checkpoints: there are no adapters
             ("ffffffff.1.0", {"version": TWO, "model": f"policy-{TWO}"}),  # another training's
-            (ONE, {"version": TWO, "model": "mine"}),  # a name that does not follow from the version
+            (
+                ONE,
+                {"version": TWO, "model": "mine"},
+            ),  # a name that does not follow from the version
         ],
     )
     async def test_no_name_is_guessed_for_weights_that_are_no_adapter_of_this_training(
@@ -251,12 +281,16 @@ class TestPool:
     async def pooled(self, harness, rendering, scripted_engine, second, monkeypatch):
         """Yield a harness of another endpoint of the same run, with both engines."""
         monkeypatch.setattr(pool, "FIRST_PAUSE_SECONDS", 0)
-        async with recording(rendering, harness.run, scripted_engine.url, second.url, patience=60) as client:
+        async with recording(
+            rendering, harness.run, scripted_engine.url, second.url, patience=60
+        ) as client:
             yield client
 
     async def all(self, pooled):
         """Ask once in each session, and return the versions that sampled the replies."""
-        return [version for session in self.SESSIONS for version in await ask(pooled, session=session)]
+        return [
+            version for session in self.SESSIONS for version in await ask(pooled, session=session)
+        ]
 
     async def test_a_published_adapter_that_one_engine_lost_is_asked_of_the_other(
         self, pooled, scripted_engine, second
@@ -268,8 +302,12 @@ class TestPool:
         details = {event["detail"] for event in pooled.events("continued")}
         assert details == {f"the engine at {scripted_engine.url} has no adapter policy-{ONE}"}
 
-    @pytest.mark.parametrize("busy", [False, True], ids=["", "and is asked again if it failed otherwise"])
-    async def test_a_session_keeps_its_adapter_while_any_engine_has_it(self, pooled, scripted_engine, second, busy):
+    @pytest.mark.parametrize(
+        "busy", [False, True], ids=["", "and is asked again if it failed otherwise"]
+    )
+    async def test_a_session_keeps_its_adapter_while_any_engine_has_it(
+        self, pooled, scripted_engine, second, busy
+    ):
         publish(pooled.run, ONE)
         await self.all(pooled)
         publish(pooled.run, TWO)

@@ -48,9 +48,12 @@ def impatient(quick, monkeypatch):
 
 
 async def statuses(harness, sessions=32):
-    """Return the statuses of one call of each session. Each of two engines is the first choice of some of them."""
+    """Return the statuses of one call of each session. Each of two engines is the first choice of
+    some of them."""
     body = {"model": "m", "messages": [user()]}
-    replies = await asyncio.gather(*(harness.send(body, session=f"s{number}") for number in range(sessions)))
+    replies = await asyncio.gather(
+        *(harness.send(body, session=f"s{number}") for number in range(sessions))
+    )
     return {status for status, _ in replies}
 
 
@@ -61,7 +64,11 @@ def in_order(harness, one, two):
 
 def states(caplog):
     """Return the first words of each line that the pool has logged."""
-    return [record.message[: record.message.index(":")] for record in caplog.records if record.name == module.__name__]
+    return [
+        record.message[: record.message.index(":")]
+        for record in caplog.records
+        if record.name == module.__name__
+    ]
 
 
 async def test_only_the_sessions_of_an_engine_that_failed_move_until_all_failed(engines):
@@ -75,7 +82,9 @@ async def test_only_the_sessions_of_an_engine_that_failed_move_until_all_failed(
     assert homes(engines) == before
 
 
-async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(one, two, impatient, caplog, monkeypatch):
+async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(
+    one, two, impatient, caplog, monkeypatch
+):
     monkeypatch.setattr(module, "DOWN_SECONDS", 0.0)
     caplog.set_level(logging.INFO)
     engines = EnginePool([one.url, two.url])
@@ -125,7 +134,9 @@ class TestFirstContact:
         assert one.asked.count("/v1/models") == 1
 
 
-async def test_without_patience_calls_fail_and_the_engine_is_one_line_however_many_there_are(recorded, caplog):
+async def test_without_patience_calls_fail_and_the_engine_is_one_line_however_many_there_are(
+    recorded, caplog
+):
     async with recorded(NOBODY) as harness:
         assert await statuses(harness, sessions=30) == {503}
     assert states(caplog) == ["engine down"]
@@ -141,13 +152,18 @@ async def test_a_call_whose_engine_dies_goes_on_at_another_one(one, two, recorde
         _, reply = await harness.ask(user())
         await harness.ask(user("Again"))
     assert reply["choices"][0]["finish_reason"] == "stop"
-    assert second.requests[0]["token_ids"][: len(first.requests[0]["token_ids"])] == first.requests[0]["token_ids"]
+    assert (
+        second.requests[0]["token_ids"][: len(first.requests[0]["token_ids"])]
+        == first.requests[0]["token_ids"]
+    )
     calls = harness.calls()
     assert [call["engine"] for call in calls] == [second.url] * 2
     assert calls[0]["violation"] is None
 
 
-async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(one, two, recorded, impatient):
+async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(
+    one, two, recorded, impatient
+):
     async with recorded(one.url, two.url) as harness:
         first, second = in_order(harness, one, two)
         second.replies.append(Say(" three"))
@@ -172,7 +188,9 @@ async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(on
     assert (status, said(reply), len(one.requests)) == (200, "one two three", 1)
 
 
-async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_others(one, two, recorded, quick):
+async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_others(
+    one, two, recorded, quick
+):
     async with recorded(one.url, two.url) as harness:
         for engine in (one, two):
             engine.replies.append(Answer(500, "a grammar that breaks"))
@@ -185,7 +203,9 @@ async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_o
 class TestPaused:
     """vLLM 0.33 refuses requests while it is paused for a weight update."""
 
-    async def test_a_call_waits_longer_than_any_patience_and_is_no_failure(self, one, two, recorded, quick):
+    async def test_a_call_waits_longer_than_any_patience_and_is_no_failure(
+        self, one, two, recorded, quick
+    ):
         async with recorded(one.url, two.url) as harness:
             paused, other = in_order(harness, one, two)
             paused.paused = True
@@ -210,7 +230,9 @@ class TestPaused:
             one.paused = False
             assert await asked == {200}
 
-    async def test_a_reply_that_broke_off_goes_on_after_the_pause_with_its_next_token(self, one, recorded, quick):
+    async def test_a_reply_that_broke_off_goes_on_after_the_pause_with_its_next_token(
+        self, one, recorded, quick
+    ):
         def break_off(request):
             one.paused = True
             return Say("one two three", break_after=2)
@@ -225,7 +247,9 @@ class TestPaused:
         assert (status, said(reply)) == (200, "one two three")
         assert len(harness.events("continued")) == 1
 
-    async def test_when_the_engine_ends_meanwhile_another_one_goes_on(self, one, two, recorded, impatient):
+    async def test_when_the_engine_ends_meanwhile_another_one_goes_on(
+        self, one, two, recorded, impatient
+    ):
         async with recorded(one.url, two.url) as harness:
             paused, other = in_order(harness, one, two)
             paused.paused = True
@@ -250,14 +274,20 @@ async def pauses(monkeypatch):
 
 
 class TestPatience:
-    @pytest.mark.parametrize(("seconds", "expected"), [(60.0, [0.5, 1, 2, 4, 8, 10, 10, 10, 10]), (0.0, [])])
-    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(self, pauses, seconds, expected):
+    @pytest.mark.parametrize(
+        ("seconds", "expected"), [(60.0, [0.5, 1, 2, 4, 8, 10, 10, 10, 10]), (0.0, [])]
+    )
+    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(
+        self, pauses, seconds, expected
+    ):
         patience = Patience(seconds)
         while await patience.wait():
             pass
         assert pauses == expected
 
-    async def test_the_time_between_the_pauses_counts_and_a_call_that_went_on_is_waited_for_anew(self, pauses):
+    async def test_the_time_between_the_pauses_counts_and_a_call_that_went_on_is_waited_for_anew(
+        self, pauses
+    ):
         patience = Patience(60.0)
         assert await patience.wait()
         pauses.append(59.0)

@@ -1,4 +1,5 @@
-"""An engine that sends too much, another model's tokens, or secrets: all of it is an error or a violation."""
+"""An engine that sends too much, another model's tokens, or secrets: all of it is an error or a
+violation."""
 
 import asyncio
 import gzip
@@ -30,7 +31,12 @@ async def client(connect, scripted_engine):
 def chunk(*token_ids, **fields):
     """Return the event of these tokens."""
     content = [{"token_id": i, "logprob": -1.0} for i in token_ids]
-    choice = {"token_ids": token_ids, "logprobs": {"content": content}, "finish_reason": None, **fields}
+    choice = {
+        "token_ids": token_ids,
+        "logprobs": {"content": content},
+        "finish_reason": None,
+        **fields,
+    }
     return json.dumps({"choices": [choice]})
 
 
@@ -56,9 +62,14 @@ async def test_more_bytes_than_an_event_has_are_an_error_that_names_the_engine_a
 @pytest.mark.parametrize("path", cases(["/v1/models", "/version", "/server_info", "/tokenize"]))
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [(Answer(200, json.dumps([LONG])), BOUND), (Answer(200, ZEROS, ZIPPED), "sent a compressed reply")],
+    [
+        (Answer(200, json.dumps([LONG])), BOUND),
+        (Answer(200, ZEROS, ZIPPED), "sent a compressed reply"),
+    ],
 )
-async def test_so_are_the_answers_to_all_that_is_asked(scripted_engine, connect, rendering, path, answer, words):
+async def test_so_are_the_answers_to_all_that_is_asked(
+    scripted_engine, connect, rendering, path, answer, words
+):
     scripted_engine.answers[path] = answer
     own = OwnModel.of(rendering.model, rendering.tokenizer)
     with pytest.raises(EngineError, match=f"the engine at {scripted_engine.url} {words}"):
@@ -73,16 +84,21 @@ async def test_an_engine_whose_health_is_compressed_is_not_healthy(scripted_engi
 
 @pytest.mark.parametrize("coding", cases(["gzip", "deflate", "br", "zstd", "gzip, identity"]))
 @pytest.mark.parametrize("status", [200, 400])
-async def test_a_compressed_reply_was_not_asked_for_and_is_an_error(scripted_engine, client, coding, status):
+async def test_a_compressed_reply_was_not_asked_for_and_is_an_error(
+    scripted_engine, client, coding, status
+):
     scripted_engine.replies.append(Answer(status, ZEROS, {"content-encoding": coding}))
-    with pytest.raises(EngineError, match=f"the engine at {scripted_engine.url} sent a compressed reply") as error:
+    with pytest.raises(
+        EngineError, match=f"the engine at {scripted_engine.url} sent a compressed reply"
+    ) as error:
         await generate(client)
     assert error.value.status == 502
 
 
 @asynccontextmanager
 async def raw(*parts):
-    """Yield the URL of a server that answers every connection with these bytes, and the requests that it got."""
+    """Yield the URL of a server that answers every connection with these bytes, and the requests
+    that it got."""
     requests = []
 
     async def answer(reader, writer):
@@ -105,7 +121,9 @@ async def test_no_compression_is_asked_for(connect):
 
 async def test_what_comes_after_the_end_is_bounded_too(scripted_engine, client):
     end = chunk(5, finish_reason="stop").encode()
-    scripted_engine.replies.append(Answer(200, b"data: " + end + b"\n\ndata: [DONE]\n\n" + bytes(8 << 20)))
+    scripted_engine.replies.append(
+        Answer(200, b"data: " + end + b"\n\ndata: [DONE]\n\n" + bytes(8 << 20))
+    )
     assert [event.token_ids for event in await generate(client)] == [[5]]
 
 
@@ -114,8 +132,12 @@ SAID = {
     "a failure": Answer(500, SECRET),
     "no such route": Answer(404, SECRET),
     "no access": Answer(403, SECRET),
-    "an error event": Answer(200, json.dumps({"error": {"message": f"temperature and {SECRET}", "code": 400}})),
-    "an error with another code": Answer(200, json.dumps({"error": {"message": "", "code": SECRET}})),
+    "an error event": Answer(
+        200, json.dumps({"error": {"message": f"temperature and {SECRET}", "code": 400}})
+    ),
+    "an error with another code": Answer(
+        200, json.dumps({"error": {"message": "", "code": SECRET}})
+    ),
     "an invalid event": Answer(200, SECRET),
     "a wrong number": Answer(200, chunk(SECRET)),
     "a finish reason": Answer(200, chunk(5, finish_reason=SECRET)),
@@ -129,7 +151,9 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("reply", SAID.values(), ids=SAID)
-async def test_the_words_of_an_engine_reach_neither_the_harness_nor_the_run(harness, scripted_engine, reply):
+async def test_the_words_of_an_engine_reach_neither_the_harness_nor_the_run(
+    harness, scripted_engine, reply
+):
     scripted_engine.otherwise = lambda request: reply
     status, answer = await harness.ask(user())
     (call,), (fault,) = harness.calls(), harness.events("fault")
@@ -149,7 +173,9 @@ async def test_nor_does_what_is_no_http(connect, parts):
 
 
 @pytest.mark.parametrize("name", ["a refusal", "an error event"])
-async def test_a_refusal_names_its_status_what_it_is_about_and_where_to_look(scripted_engine, client, name):
+async def test_a_refusal_names_its_status_what_it_is_about_and_where_to_look(
+    scripted_engine, client, name
+):
     scripted_engine.replies.append(SAID[name])
     words = "answered 400 and named temperature: its log says why"
     with pytest.raises(EngineError, match=f"the engine at {scripted_engine.url} {words}") as error:
@@ -159,7 +185,9 @@ async def test_a_refusal_names_its_status_what_it_is_about_and_where_to_look(scr
 
 @pytest.mark.parametrize("code", cases([10**30, -1, 0, 99, 200, 600, True, "400", None, [], 1.5]))
 async def test_a_code_that_is_no_status_of_an_error_is_500(scripted_engine, client, code):
-    scripted_engine.replies.append(Answer(200, json.dumps({"error": {"message": "no", "code": code}})))
+    scripted_engine.replies.append(
+        Answer(200, json.dumps({"error": {"message": "no", "code": code}}))
+    )
     with pytest.raises(EngineError, match="answered 500") as error:
         await generate(client)
     assert (error.value.status, error.value.retryable) == (502, True)
@@ -192,7 +220,9 @@ async def test_other_values_of_other_types_are_one_too(scripted_engine, client, 
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["in one event", "in several"])
-async def test_more_tokens_than_asked_are_a_violation_and_end_the_call(harness, scripted_engine, split):
+async def test_more_tokens_than_asked_are_a_violation_and_end_the_call(
+    harness, scripted_engine, split
+):
     ids = list(range(5, 200))
     events = [chunk(i) for i in ids] if split else [chunk(*ids)]
     body = "".join(f"data: {event}\n\n" for event in [*events, chunk(7, finish_reason="stop")])
@@ -206,13 +236,21 @@ async def test_more_tokens_than_asked_are_a_violation_and_end_the_call(harness, 
     assert len(scripted_engine.requests) == 1
 
 
-async def test_a_token_beyond_the_vocabulary_is_a_violation_and_ends_the_call(harness, rendering, scripted_engine):
+async def test_a_token_beyond_the_vocabulary_is_a_violation_and_ends_the_call(
+    harness, rendering, scripted_engine
+):
     beyond = rendering.vocabulary
-    scripted_engine.otherwise = lambda request: Answer(200, chunk(5, beyond, 6, finish_reason="stop"))
+    scripted_engine.otherwise = lambda request: Answer(
+        200, chunk(5, beyond, 6, finish_reason="stop")
+    )
     status, answer = await harness.ask(user())
     (call,) = harness.calls()
     words = f"token 1 is {beyond}, which is not in the vocabulary"
-    assert (call["status"], call["violation"], call["completion_ids"]) == ("failed", words, [5, beyond])
+    assert (call["status"], call["violation"], call["completion_ids"]) == (
+        "failed",
+        words,
+        [5, beyond],
+    )
     assert (status, words in answer["error"]["message"]) == (502, True)
     scripted_engine.otherwise = lambda request: Say("Hi.")
     assert (await harness.ask(user("Again")))[0] == 200

@@ -13,8 +13,20 @@ ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
 SPACED = '{"at":"caf\u00e9",  "deep":{"y":[true,null],"x":1}}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
 THINKING = f"<think>\nI look.\n</think>\n\nSo:\n{CALL}"
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", THINKING, "Hi", "😀", "  \n", "<|im_start|>"]
-COMMAND = '<tool_call>\n{"name": "look", "arguments": {"command": "cd a && ls"}}\n</tool_call><|im_end|>'
+MARKUP = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    THINKING,
+    "Hi",
+    "😀",
+    "  \n",
+    "<|im_start|>",
+]
+COMMAND = (
+    '<tool_call>\n{"name": "look", "arguments": {"command": "cd a && ls"}}\n</tool_call><|im_end|>'
+)
 """A command whose echo lacks its `cd FOLDER && `, as Claude Code sends it."""
 CONTEXT = {"role": "assistant", "content": "Job 1 has ended."}
 LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
@@ -34,7 +46,8 @@ class Session:
         """(messages in JSON, parts) of each request, as `RecentBodies` keeps them."""
 
     def decode(self, messages):
-        """Return the decoded request with these messages. Those of earlier requests are not decoded again."""
+        """Return the decoded request with these messages. Those of earlier requests are not decoded
+        again."""
         written = [json.dumps(message) for message in messages]
         known = []
         for earlier, parts in self.kept:
@@ -42,7 +55,9 @@ class Session:
             same = [*alike, False].index(False)
             if same > len(known):
                 known = parts[:same]
-        body = json.dumps({"messages": [None] * len(known) + messages[len(known) :], "tools": self.tools})
+        body = json.dumps(
+            {"messages": [None] * len(known) + messages[len(known) :], "tools": self.tools}
+        )
         call = routes.CHAT.decode(parse_object(body.encode()), "/", known)
         self.kept.append((written, call.parts))
         return call
@@ -51,7 +66,8 @@ class Session:
         return self.conversations.prompt(self.decode(messages))
 
     def ask(self, messages, completion, prompt=None):
-        """Record a call with `completion`, a text or token ids, and return the reply that the harness sees.
+        """Record a call with `completion`, a text or token ids, and return the reply that the
+        harness sees.
 
         With `prompt`, the one that its request got before calls which were recorded since.
         """
@@ -65,7 +81,8 @@ class Session:
         return reply
 
     def talk(self, *completions):
-        """Answer a conversation with completions, after each of which the program goes on. Returns its messages."""
+        """Answer a conversation with completions, after each of which the program goes on. Returns
+        its messages."""
         messages = [user("Hi")]
         for completion in completions:
             reply = self.ask(messages, completion + "<|im_end|>")
@@ -105,6 +122,9 @@ def named(name, cases):
 def arguments(text):
     def change(reply):
         (call,) = reply["tool_calls"]
-        return {**reply, "tool_calls": [{**call, "function": {**call["function"], "arguments": text}}]}
+        return {
+            **reply,
+            "tool_calls": [{**call, "function": {**call["function"], "arguments": text}}],
+        }
 
     return change

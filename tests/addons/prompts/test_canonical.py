@@ -31,7 +31,11 @@ def form(arguments, name="edit", call=EXACT):
     [
         ('{"a":  1, "b": 2}', {"b": 2, "a": 1}, True),  # key order
         ('{"a": 1.0, "b": [2e0, -0.0]}', {"a": 1, "b": [2, 0]}, True),
-        ('{"a": 9007199254740993, "b": 12345678901234567890}', {"a": 2**53, "b": 12345678901234567000}, True),
+        (
+            '{"a": 9007199254740993, "b": 12345678901234567890}',
+            {"a": 2**53, "b": 12345678901234567000},
+            True,
+        ),
         ("[1.0]", [1], True),
         ('{"a": "x"}', {"a": "y"}, False),
         ('{"a": 1}', {"a": "1"}, False),
@@ -66,7 +70,9 @@ def test_ids_and_names_are_compared():
 
 
 def test_an_empty_field_equals_an_absent_one_and_blank_text_no_text():
-    assert canonical({"role": "tool", "content": "", "tool_call_id": ""}, EXACT) == canonical({"role": "tool"}, EXACT)
+    assert canonical({"role": "tool", "content": "", "tool_call_id": ""}, EXACT) == canonical(
+        {"role": "tool"}, EXACT
+    )
     blank, none, some = (canonical(called("{}", text=text), EXACT) for text in (" \n", "", "."))
     assert blank == none != some
 
@@ -77,7 +83,9 @@ def test_an_empty_field_equals_an_absent_one_and_blank_text_no_text():
 @example("abc")
 def test_any_json_has_a_form_that_parsing_does_not_change(arguments):
     for call in (EXACT, CLAUDE_CODE):
-        assert form(json.dumps(arguments), call=call) == form(json.loads(json.dumps(arguments)), call=call)
+        assert form(json.dumps(arguments), call=call) == form(
+            json.loads(json.dumps(arguments)), call=call
+        )
 
 
 def test_arguments_that_are_nested_too_deeply_are_compared_as_text():
@@ -86,9 +94,15 @@ def test_arguments_that_are_nested_too_deeply_are_compared_as_text():
 
 def test_an_opening_does_not_depend_on_the_echo_rule():
     messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Go"}]
-    claude, other = (ModelCall("m", messages, [], echo_rule=rule) for rule in (normal_arguments, None))
+    claude, other = (
+        ModelCall("m", messages, [], echo_rule=rule) for rule in (normal_arguments, None)
+    )
     assert first_digest(claude) != first_digest(other)
-    assert opening_digest(claude) == opening_digest(other) != opening_digest(ModelCall("m", messages[1:], []))
+    assert (
+        opening_digest(claude)
+        == opening_digest(other)
+        != opening_digest(ModelCall("m", messages[1:], []))
+    )
 
 
 LITELLM = "[System: Empty message content sanitised to satisfy protocol]"

@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.call import DialectError, ModelCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.call import (
+    DialectError,
+    ModelCall,
+    assistant_message,
+    message_tool_call,
+)
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.conversations import TEXT_DROPPED, Conversations
 from tests.addons.dialects.test_openai_chat import TOOL, bodies
@@ -39,7 +44,10 @@ def test_the_newest_call_that_the_renderer_cannot_continue_is_the_reason(session
     messages = session.talk(*["One."] * number)
     messages += [session.ask(messages, "Two.<|im_end|>And more"), user("Go on")]
     prompt = session.prompt(messages)
-    assert (prompt.kind, prompt.reason) == ("rendered", f"the renderer cannot continue call {number}")
+    assert (prompt.kind, prompt.reason) == (
+        "rendered",
+        f"the renderer cannot continue call {number}",
+    )
 
 
 def test_branches_continue_their_own_calls(session):
@@ -51,7 +59,13 @@ def test_branches_continue_their_own_calls(session):
     agent += [session.ask(agent, "Two.<|im_end|>"), user("More")]  # call 3
     retry = [*main[:3]]
     retry += [session.ask(retry, "Another way.<|im_end|>"), user("And?")]  # call 4
-    assert [call.kind for call, _ in session.calls] == ["root", "root", "bridged", "bridged", "bridged"]
+    assert [call.kind for call, _ in session.calls] == [
+        "root",
+        "root",
+        "bridged",
+        "bridged",
+        "bridged",
+    ]
     assert [call.parent.call_id for call, _ in session.calls if call.parent] == ["0", "1", "0"]
     for messages, parent in ((main, "2"), (agent, "3"), (retry, "4")):
         prompt = session.prompt(messages)
@@ -70,8 +84,13 @@ def test_a_prompt_begins_with_the_sampled_tokens_or_has_a_reason(rendering, enco
     branches = [[user("Hi")]]
     for _ in range(data.draw(st.integers(1, 6))):
         messages = data.draw(st.sampled_from(branches))
-        pieces = [*data.draw(sampled), *data.draw(st.sampled_from([["<|im_end|>"], ["<|endoftext|>"], [], ["😀"]]))]
-        ids = [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
+        pieces = [
+            *data.draw(sampled),
+            *data.draw(st.sampled_from([["<|im_end|>"], ["<|endoftext|>"], [], ["😀"]])),
+        ]
+        ids = [
+            i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))
+        ]
         reply = session.ask(messages, ids[: data.draw(st.sampled_from([None, None, -1]))])
         prompt, _ = session.calls[-1]
         if prompt.kind == "bridged":
@@ -80,8 +99,12 @@ def test_a_prompt_begins_with_the_sampled_tokens_or_has_a_reason(rendering, enco
             assert len(prompt.ids) > prompt.prefix_length
         else:
             assert prompt.reason
-            assert [*prompt.ids] == rendering.render(session.decode(messages).messages, session.tools)
-        answers = [result(reply, data.draw(said))] if reply.get("tool_calls") else [user(data.draw(said))]
+            assert [*prompt.ids] == rendering.render(
+                session.decode(messages).messages, session.tools
+            )
+        answers = (
+            [result(reply, data.draw(said))] if reply.get("tool_calls") else [user(data.draw(said))]
+        )
         branches.append([*messages, reply, *answers])
 
 
@@ -95,8 +118,14 @@ def test_a_conversation_of_whole_turns_is_continued_to_its_end(rendering, encode
         reply = session.ask(messages, completion)
         prompt, _ = session.calls[number]
         assert prompt.kind == ("bridged" if number else "root")
-        assert prompt.parent is None or [*prompt.ids[: prompt.prefix_length]] == session.token_ids(number - 1)
-        messages = [*messages, reply, result(reply, text) if reply.get("tool_calls") else user(text)]
+        assert prompt.parent is None or [*prompt.ids[: prompt.prefix_length]] == session.token_ids(
+            number - 1
+        )
+        messages = [
+            *messages,
+            reply,
+            result(reply, text) if reply.get("tool_calls") else user(text),
+        ]
 
 
 @given(bodies)
@@ -130,7 +159,10 @@ class TestTextBesideCalls:
             "empty": changed(content=""),
             "LiteLLM's text": changed(content=LITELLM),
             "thoughts in its place": changed(content="<think>\nI look.\n</think>\n\n"),
-            "other spaces in arguments": lambda reply: {**arguments(SPACED)(reply), "content": None},
+            "other spaces in arguments": lambda reply: {
+                **arguments(SPACED)(reply),
+                "content": None,
+            },
         },
     )
     def test_a_dropped_text_stays_in_the_prompt_and_the_row_says_so(self, session, echo):
@@ -150,10 +182,18 @@ class TestTextBesideCalls:
             "Responses": lambda calls, answers: {
                 "input": [user("Hi")]
                 + [
-                    {"type": "function_call", "call_id": i, "name": "look", "arguments": json.dumps(a)}
+                    {
+                        "type": "function_call",
+                        "call_id": i,
+                        "name": "look",
+                        "arguments": json.dumps(a),
+                    }
                     for i, a in calls
                 ]
-                + [{"type": "function_call_output", "call_id": i, "output": text} for i, text in answers],
+                + [
+                    {"type": "function_call_output", "call_id": i, "output": text}
+                    for i, text in answers
+                ],
                 "tools": [{"type": "function", **TOOL["function"]}],
             },
             "Messages": lambda calls, answers: {
@@ -162,9 +202,17 @@ class TestTextBesideCalls:
                     user("Hi"),
                     {
                         "role": "assistant",
-                        "content": [{"type": "tool_use", "id": i, "name": "look", "input": a} for i, a in calls],
+                        "content": [
+                            {"type": "tool_use", "id": i, "name": "look", "input": a}
+                            for i, a in calls
+                        ],
                     },
-                    user([{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in answers]),
+                    user(
+                        [
+                            {"type": "tool_result", "tool_use_id": i, "content": text}
+                            for i, text in answers
+                        ]
+                    ),
                 ],
                 "tools": [],
             },
@@ -172,7 +220,9 @@ class TestTextBesideCalls:
     )
     def test_in_every_api(self, session, body):
         reply = self.ask(session, TWO_CALLS)
-        calls = [(call["id"], json.loads(call["function"]["arguments"])) for call in reply["tool_calls"]]
+        calls = [
+            (call["id"], json.loads(call["function"]["arguments"])) for call in reply["tool_calls"]
+        ]
         request = body(calls, [(i, "Nothing.") for i, _ in calls])
         dialect = routes.RESPONSES if "input" in request else routes.MESSAGES
         decoded = dialect.decode({"model": "m", **request}, "/v1/messages")
@@ -205,7 +255,9 @@ class TestTextBesideCalls:
         calls = [message_tool_call("c1", "look", "{}")]
         for number, text in enumerate(("So:", "", "Or:")):
             prompt = session.prompt([user("Hi")])
-            session.conversations.add(str(number), prompt, encode("x<|im_end|>"), assistant_message(text, "", calls))
+            session.conversations.add(
+                str(number), prompt, encode("x<|im_end|>"), assistant_message(text, "", calls)
+            )
         for text, parent in (("So:", "0"), ("", "1"), ("Or:", "2")):
             echo = assistant_message(text, "", calls)
             assert session.prompt([user("Hi"), echo, result(echo)]).parent.call_id == parent
@@ -214,6 +266,8 @@ class TestTextBesideCalls:
         calls = [message_tool_call("c1", "look", "{}")]
         for number, text in enumerate(("So:", "Or:")):
             prompt = session.prompt([user("Hi")])
-            session.conversations.add(str(number), prompt, encode("x<|im_end|>"), assistant_message(text, "", calls))
+            session.conversations.add(
+                str(number), prompt, encode("x<|im_end|>"), assistant_message(text, "", calls)
+            )
         echo = assistant_message("", "", calls)
         assert session.prompt([user("Hi"), echo, result(echo)]).kind == "rendered"

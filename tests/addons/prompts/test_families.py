@@ -1,8 +1,8 @@
 """Every chat template with tools that TRL ships is read and continued, or refused by name.
 
-Each is put into a folder of its own, with a tokenizer that has its family's tokens: as it is, with a comment, with
-another sentence, and as its training variant. `python -m tests.addons.prompts.test_families` prints the table of
-recipes/site/pages/models.md.
+Each is put into a folder of its own, with a tokenizer that has its family's tokens: as it is, with
+a comment, with another sentence, and as its training variant. `python -m
+tests.addons.prompts.test_families` prints the table of recipes/site/pages/models.md.
 """
 
 import json
@@ -47,19 +47,30 @@ WITHOUT_CALLS = {"lfm2"}
 VARIANTS = {
     "as it is": lambda text: text,
     "with a comment": lambda text: "{#- Copied by a mirror. #}" + text,
-    "with another sentence": lambda text: re.sub(r"(?<=[a-z]) (you|the|these) (?=[a-z])", r" all \1 ", text),
+    "with another sentence": lambda text: re.sub(
+        r"(?<=[a-z]) (you|the|these) (?=[a-z])", r" all \1 ", text
+    ),
 }
 END_OF_TEXT = "<|endoftext|>"
 ENDS = re.compile(r"<\|im_end\|>|<\|eot_id\|>|<turn\|>|<\|eot\|>|<\|return\|>|<\|user\|>")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|?>|<[a-z_]+\|>")
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+MARKUP = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 ACROSS = [".\n\n", ">\n"]
 """Tokens across the borders of what templates write."""
 
 
 def variants(stem):
     """Return the template's text in each variant."""
-    found = {name: change((TEMPLATES / f"{stem}.jinja").read_text()) for name, change in VARIANTS.items()}
+    found = {
+        name: change((TEMPLATES / f"{stem}.jinja").read_text()) for name, change in VARIANTS.items()
+    }
     training = TEMPLATES / f"{stem}_training.jinja"
     return found | ({"for training": training.read_text()} if training.is_file() else {})
 
@@ -100,19 +111,28 @@ class Found:
 
     @property
     def works(self):
-        return all(found in ("yes", "-") for found in self.turns.values()) and self.turns["one call"] == "yes"
+        return (
+            all(found in ("yes", "-") for found in self.turns.values())
+            and self.turns["one call"] == "yes"
+        )
 
 
 def examine(rendering):
-    """Return how a rendering reads, streams and continues the turns that the model's template writes."""
+    """Return how a rendering reads, streams and continues the turns that the model's template
+    writes."""
     written = written_turns(rendering._write)
-    turns = {name: one(rendering, name, *written[name]) if name in written else "-" for name in TURNS}
+    turns = {
+        name: one(rendering, name, *written[name]) if name in written else "-" for name in TURNS
+    }
     return Found(rendering.name, rendering.family.name, turns)
 
 
 def one(rendering, name, prompt_end, text):
     turn = TURNS[name]
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.get("tool_calls", [])]
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in turn.get("tool_calls", [])
+    ]
     reasoning = turn.get("reasoning_content", "")
     if not all(part in text for part in (turn["content"], reasoning, *(call[0] for call in calls))):
         return "-"
@@ -122,7 +142,8 @@ def one(rendering, name, prompt_end, text):
     reply = rendering.read(prompt, ids, TOOLS)[0]
     message = reply.to_message()
     got = [
-        (call["function"]["name"], as_object(call["function"]["arguments"])) for call in message.get("tool_calls", [])
+        (call["function"]["name"], as_object(call["function"]["arguments"]))
+        for call in message.get("tool_calls", [])
     ]
     if got != calls:
         return f"reads the calls {got}"
@@ -137,13 +158,19 @@ def one(rendering, name, prompt_end, text):
     up_to = rendering.tokenizer.decode(ids[: growing.reasoning_tokens])
     if not up_to.rstrip().endswith(reasoning):
         return f"counts the tokens of {up_to!r} as reasoning"
-    results = [{"role": "tool", "content": "Seen.", "tool_call_id": call["id"]} for call in turn.get("tool_calls", [])]
+    results = [
+        {"role": "tool", "content": "Seen.", "tool_call_id": call["id"]}
+        for call in turn.get("tool_calls", [])
+    ]
     new = name_results([turn, *(results or [{"role": "user", "content": "Go on."}])])[1:]
     continued = continuing.continued(rendering, prompt, ids, new, TOOLS)
     if continued is None:
         return f"is not continued: {rendering.refusal}"
     whole_text = rendering.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Look."}, turn, *new], tools=TOOLS, add_generation_prompt=True, tokenize=False
+        [{"role": "user", "content": "Look."}, turn, *new],
+        tools=TOOLS,
+        add_generation_prompt=True,
+        tokenize=False,
     )
     extension = rendering.tokenizer.decode(continued[len(prompt) + len(ids) :])
     if continued[: len(prompt) + len(ids)] != prompt + ids or not whole_text.endswith(extension):
@@ -164,7 +191,9 @@ def sampled(rendering, text, following):
 
 HERMES, XML = families()["hermes"], families()["qwen-xml"]
 GOOD = '<tool_call>\n{"name": "look", "arguments": {"string": "x"}}\n</tool_call>'
-XML_CALL = "<tool_call>\n<function=look>\n<parameter=string>\n{}\n</parameter>\n</function>\n</tool_call>"
+XML_CALL = (
+    "<tool_call>\n<function=look>\n<parameter=string>\n{}\n</parameter>\n</function>\n</tool_call>"
+)
 
 
 LOOPS = [
@@ -215,7 +244,9 @@ class TestRead:
         assert reply.content == f"So. {broken}".strip()
 
     def test_reasoning_that_the_prompt_has_opened_is_none_of_the_replys_text(self):
-        reply = read_text(XML, "<|im_start|>assistant\n<think>\n", "I look.\n</think>\n\nHi.<|im_end|>", [])
+        reply = read_text(
+            XML, "<|im_start|>assistant\n<think>\n", "I look.\n</think>\n\nHi.<|im_end|>", []
+        )
         assert (reply.reasoning, reply.content) == ("I look.", "Hi.")
 
     @pytest.mark.parametrize(
@@ -236,7 +267,9 @@ class TestRead:
     )
     def test_plain_arguments_get_the_types_of_their_schema(self, schema, text, value):
         tools = [function_tool("look", "", {"type": "object", "properties": {"string": schema}})]
-        assert called(read_text(XML, "", XML_CALL.format(text), tools)) == [("look", {"string": value})]
+        assert called(read_text(XML, "", XML_CALL.format(text), tools)) == [
+            ("look", {"string": value})
+        ]
 
     @pytest.mark.parametrize(
         ("body", "arguments"),
@@ -268,11 +301,19 @@ class TestRead:
     )
     def test_what_only_looks_like_a_part_of_a_reply_is_text(self, name, text, content):
         reply = read_text(families()[name], "", text, TOOLS)
-        assert (reply.content, reply.reasoning, reply.tool_calls) == (text if content is None else content, "", [])
+        assert (reply.content, reply.reasoning, reply.tool_calls) == (
+            text if content is None else content,
+            "",
+            [],
+        )
 
     @pytest.mark.parametrize(
         ("prompt_end", "text"),
-        [("<think>\n", "\n</think>\n\n<|im_end|>"), ("", "<think>\n\n</think>\n\n<|im_end|>"), ("", "<|im_end|>")],
+        [
+            ("<think>\n", "\n</think>\n\n<|im_end|>"),
+            ("", "<think>\n\n</think>\n\n<|im_end|>"),
+            ("", "<|im_end|>"),
+        ],
     )
     @pytest.mark.parametrize("family", [HERMES, XML], ids=["hermes", "qwen-xml"])
     def test_a_reply_with_nothing_in_its_parts_is_empty(self, family, prompt_end, text):
@@ -281,12 +322,17 @@ class TestRead:
 
     def test_a_llama_call_may_begin_with_its_type(self):
         text = '{"type": "function", "name": "look", "parameters": {"string": "x"}}<|eot_id|>'
-        assert called(read_text(families()["llama"], "", text, TOOLS)) == [("look", {"string": "x"})]
+        assert called(read_text(families()["llama"], "", text, TOOLS)) == [
+            ("look", {"string": "x"})
+        ]
 
     @pytest.mark.parametrize(
         ("call", "calls"),
         [
-            ("[look(a='x', b=[1, true], c=null), go()]", [("look", {"a": "x", "b": [1, True], "c": None}), ("go", {})]),
+            (
+                "[look(a='x', b=[1, true], c=null), go()]",
+                [("look", {"a": "x", "b": [1, True], "c": None}), ("go", {})],
+            ),
             ("[look('x')]", []),
             ("[look(a=go())]", []),
             ("[look(a={1})]", []),
@@ -322,21 +368,34 @@ def test_whatever_is_sampled_is_read_alike_in_every_split(pieces, data):
         parser = ReplyParser(family, "", ModelCall("m", [], TOOLS))
         new = [parser.feed(text[begin:end]) for begin, end in pairwise([0, *cuts, len(text)])]
         reply, rest = parser.finish()
-        assert (reply.reasoning, reply.content, called(reply)) == (whole.reasoning, whole.content, called(whole))
-        assert ["".join(texts) for texts in zip(*new, rest, strict=True)] == [reply.reasoning, reply.content]
+        assert (reply.reasoning, reply.content, called(reply)) == (
+            whole.reasoning,
+            whole.content,
+            called(whole),
+        )
+        assert ["".join(texts) for texts in zip(*new, rest, strict=True)] == [
+            reply.reasoning,
+            reply.content,
+        ]
 
 
 def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
     """Of Hermes models on other bases: the tags of calls are spelled by ordinary tokens."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend["added_tokens"] = [each for each in backend["added_tokens"] if "tool" not in each["content"]]
-    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="<|im_end|>")
+    backend["added_tokens"] = [
+        each for each in backend["added_tokens"] if "tool" not in each["content"]
+    ]
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="<|im_end|>"
+    )
     plain.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
     plain.save_pretrained(tmp_path)
     rendering = Rendering(str(tmp_path))
     assert rendering.family.name == "hermes"
-    ids = rendering.tokenizer.encode("One sentence. Another one. And a third. " + GOOD + "<|im_end|>")
+    ids = rendering.tokenizer.encode(
+        "One sentence. Another one. And a third. " + GOOD + "<|im_end|>"
+    )
     growing = rendering.sampled_reply([], ModelCall(model="m", messages=[], tools=TOOLS))
     streamed = "".join(growing.feed([token_id])[1] for token_id in ids)
     whole, (_, rest) = growing.finish()
@@ -347,13 +406,17 @@ def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
 def test_a_stop_token_is_no_part_of_reasoning(tmp_path):
     rendering = save(tmp_path, variants("qwen3_5_think")["as it is"])
     reply = rendering.read(
-        rendering.tokenizer.encode("<|im_start|>assistant\n<think>\n"), rendering.tokenizer.encode("I<|im_end|>"), []
+        rendering.tokenizer.encode("<|im_start|>assistant\n<think>\n"),
+        rendering.tokenizer.encode("I<|im_end|>"),
+        [],
     )[0]
     assert (reply.reasoning, reply.content) == ("I", "")
 
 
 class TestChoice:
-    def test_a_renderer_that_splits_the_templates_text_into_other_tokens_is_used_and_told_of(self, tmp_path):
+    def test_a_renderer_that_splits_the_templates_text_into_other_tokens_is_used_and_told_of(
+        self, tmp_path
+    ):
         rendering = save(tmp_path, variants("qwen3_5_think")["as it is"])
         (note,) = rendering.notes
         assert "the renderer qwen3.5 write the same text in different tokens" in note
@@ -365,7 +428,12 @@ class TestChoice:
         tokenizer.response_template = {
             "start_anchor": "<|im_start|>assistant\n",
             "fields": {
-                "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
+                "tool_calls": {
+                    "open": "<tool_call>",
+                    "close": "</tool_call>",
+                    "content": "json",
+                    "repeats": True,
+                },
                 "content": {"close_pattern": r"<\|im_end\|>\s*"},
             },
         }
@@ -374,12 +442,18 @@ class TestChoice:
         assert (rendering.family.name, rendering.lacks) == ("own", [])
         assert examine(rendering).works
 
-    @pytest.mark.parametrize("own", [{}, {"fields": {}}, "x", {"fields": {"tool_calls": {}}, "start_anchor": "x"}])
+    @pytest.mark.parametrize(
+        "own", [{}, {"fields": {}}, "x", {"fields": {"tool_calls": {}}, "start_anchor": "x"}]
+    )
     def test_an_own_response_template_that_is_none_is_passed_over(self, own):
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
         tokenizer.response_template = own
         assert (
-            find_family(tokenizer, written_turns(Rendering(str(ROOT / "tests/models/qwen3-4b"))._write), "auto").name
+            find_family(
+                tokenizer,
+                written_turns(Rendering(str(ROOT / "tests/models/qwen3-4b"))._write),
+                "auto",
+            ).name
             == "hermes"
         )
 
@@ -387,16 +461,22 @@ class TestChoice:
         save(tmp_path, (TEMPLATES / "lfm2.jinja").read_text())
         rendering = Rendering(str(tmp_path), tool_parser="lfm")
         assert (rendering.unreadable, rendering.lacks) == (None, [])
-        ids = rendering.tokenizer.encode("<|tool_call_start|>[look(string='x')]<|tool_call_end|><|im_end|>")
+        ids = rendering.tokenizer.encode(
+            "<|tool_call_start|>[look(string='x')]<|tool_call_end|><|im_end|>"
+        )
         assert [call.name for call in rendering.read([], ids, TOOLS)[0].tool_calls] == ["look"]
 
     def test_an_unknown_one_is_refused_with_all_names(self):
-        with pytest.raises(InputError, match=r"no tool parser 'hermès': choose auto, hermes, qwen-xml, glm"):
+        with pytest.raises(
+            InputError, match=r"no tool parser 'hermès': choose auto, hermes, qwen-xml, glm"
+        ):
             Rendering(str(ROOT / "tests/models/qwen3-4b"), tool_parser="hermès")
 
 
 def test_the_tests_qwen35_has_the_template_of_its_family():
-    assert (ROOT / "tests/models/qwen3.5-4b/chat_template.jinja").read_text() == variants("qwen3_5_think")["as it is"]
+    assert (ROOT / "tests/models/qwen3.5-4b/chat_template.jinja").read_text() == variants(
+        "qwen3_5_think"
+    )["as it is"]
 
 
 CASES = [(stem, variant) for stem in WITH_TOOLS for variant in variants(stem)]
@@ -404,7 +484,8 @@ CASES = [(stem, variant) for stem in WITH_TOOLS for variant in variants(stem)]
 
 @cache
 def examined(stem, variant):
-    """Return how a variant of a template does, None when its calls cannot be read, and what its model lacks.
+    """Return how a variant of a template does, None when its calls cannot be read, and what its
+    model lacks.
 
     Also return why control tokens in texts are not kept texts.
     """
@@ -420,7 +501,9 @@ def test_a_template_is_read_and_continued_by_its_defaults_or_refused_by_name(ste
     assert exposed is None
     if stem in WITHOUT_CALLS:
         (lack,) = lacks
-        assert re.search(r"^the tool calls of /.* cannot be read: .*rolltap_tool_parser: hermes, qwen-xml", lack)
+        assert re.search(
+            r"^the tool calls of /.* cannot be read: .*rolltap_tool_parser: hermes, qwen-xml", lack
+        )
     else:
         assert lacks == []
         assert found.works, found
@@ -438,7 +521,10 @@ def table():
         if found is None:
             lines.append(f"| `{stem}` | `default` | refused: it writes no calls | | | | | |")
             continue
-        turns = [found.turns[name] for name in ("one call", "two calls", "awkward arguments", "reasoning")]
+        turns = [
+            found.turns[name]
+            for name in ("one call", "two calls", "awkward arguments", "reasoning")
+        ]
         good = sum(each is not None and each.works for each in cells)
         names = f"`{found.prompts}` | `{found.replies}`"
         lines.append(f"| `{stem}` | {names} | {' | '.join(turns)} | {good} of {len(cells)} |")

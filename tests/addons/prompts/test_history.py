@@ -29,7 +29,12 @@ from tests.addons.prompts.talks import (
 class TestKind:
     def test_the_first_call_of_a_session_is_a_root(self, session):
         prompt = session.prompt([user("Hi")])
-        assert (prompt.kind, prompt.reason, prompt.parent, prompt.prefix_length) == ("root", "no earlier call", None, 0)
+        assert (prompt.kind, prompt.reason, prompt.parent, prompt.prefix_length) == (
+            "root",
+            "no earlier call",
+            None,
+            0,
+        )
         assert [*prompt.ids] == session.rendering.render([user("Hi")], [TOOL])
         assert prompt.new_messages == [user("Hi")]
 
@@ -37,14 +42,22 @@ class TestKind:
         "echo",
         {
             "verbatim": same,
-            "as parts": changed(content=[{"type": "text", "text": "S"}, {"type": "text", "text": "o:"}]),
-            "without reasoning": lambda reply: {key: reply[key] for key in reply if key != "reasoning_content"},
+            "as parts": changed(
+                content=[{"type": "text", "text": "S"}, {"type": "text", "text": "o:"}]
+            ),
+            "without reasoning": lambda reply: {
+                key: reply[key] for key in reply if key != "reasoning_content"
+            },
             "with other reasoning": changed(reasoning_content="Something else."),
             "with more fields": changed(refusal=None, annotations=[], name="me"),
             "other spaces": arguments('{"at":"café","deep":{"x":1.0,"y":[true,null]}}'),
             "another key order": arguments('{"deep": {"y": [true, null], "x": 1.0}, "at": "café"}'),
-            "other escapes": arguments('{\n  "at": "caf\\u00E9",\n  "deep": {"x": 1.0, "y": [true, null]}\n}'),
-            "numbers as JavaScript writes them": arguments('{"at":"café","deep":{"x":1,"y":[true,null]}}'),
+            "other escapes": arguments(
+                '{\n  "at": "caf\\u00E9",\n  "deep": {"x": 1.0, "y": [true, null]}\n}'
+            ),
+            "numbers as JavaScript writes them": arguments(
+                '{"at":"café","deep":{"x":1,"y":[true,null]}}'
+            ),
         },
     )
     def test_an_echoed_reply_is_continued(self, session, echo):
@@ -58,7 +71,10 @@ class TestKind:
         "echo",
         {
             "other text": changed(content="So!"),
-            "another id": lambda reply: {**reply, "tool_calls": [{**reply["tool_calls"][0], "id": "call_other"}]},
+            "another id": lambda reply: {
+                **reply,
+                "tool_calls": [{**reply["tool_calls"][0], "id": "call_other"}],
+            },
             "twice": lambda reply: {**reply, "tool_calls": reply["tool_calls"] * 2},
             "no calls": changed(tool_calls=[]),
             "other arguments": arguments('{"at": "cafe", "deep": {"x": 1.0, "y": [true, null]}}'),
@@ -70,7 +86,11 @@ class TestKind:
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
         assert session.prompt([user("Hi"), reply, result(reply)]).kind == "bridged"
         altered = echo(reply)
-        messages = [user("Hi"), altered, result(altered) if altered["tool_calls"] else user("Go on")]
+        messages = [
+            user("Hi"),
+            altered,
+            result(altered) if altered["tool_calls"] else user("Go on"),
+        ]
         prompt = session.prompt(messages)
         assert (prompt.kind, prompt.parent, prompt.prefix_length) == ("rendered", None, 0)
         assert prompt.reason.startswith("message 1 is not that of call 0: ")
@@ -95,7 +115,10 @@ class TestKind:
         reply = session.ask([user("Hi")], "Hello.<|im_end|>")
         session.tools = []
         prompt = session.prompt([user("Hi"), reply, user("Go on")])
-        assert (prompt.kind, prompt.reason) == ("rendered", "its tools are not those of any earlier call")
+        assert (prompt.kind, prompt.reason) == (
+            "rendered",
+            "its tools are not those of any earlier call",
+        )
 
 
 class TestEchoRule:
@@ -109,8 +132,15 @@ class TestEchoRule:
     def test_only_claude_code_may_leave_the_folder_out(self, session, monkeypatch, user_id, kind):
         def decode(messages):
             tool = {"name": "look", "input_schema": {"type": "object"}}
-            request = {"max_tokens": 9, "tools": [tool], "messages": messages, "metadata": {"user_id": user_id}}
-            return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), "/v1/messages")
+            request = {
+                "max_tokens": 9,
+                "tools": [tool],
+                "messages": messages,
+                "metadata": {"user_id": user_id},
+            }
+            return routes.MESSAGES.decode(
+                parse_object(json.dumps(request).encode()), "/v1/messages"
+            )
 
         monkeypatch.setattr(session, "decode", decode)
         call_id = session.ask([user("Hi")], COMMAND)["tool_calls"][0]["id"]
@@ -121,7 +151,9 @@ class TestEchoRule:
 
     def test_calls_under_another_rule_are_not_continued(self, session):
         call = session.decode([user("Hi")])
-        session.conversations.add("0", session.conversations.prompt(call), [], {"role": "assistant", "content": "A"})
+        session.conversations.add(
+            "0", session.conversations.prompt(call), [], {"role": "assistant", "content": "A"}
+        )
         again = session.decode([user("Hi"), {"role": "assistant", "content": "A"}, user("Go on")])
         assert session.conversations.prompt(again).parent.call_id == "0"
         again.echo_rule = normal_arguments
@@ -136,7 +168,10 @@ class TestChangedEchoes:
         {
             "thoughts": (THINKING, changed(content="<think>\nI look.\n</think>\n\nSo:")),
             "thoughts and a newline": (THINKING, changed(content="<think>I look.</think>So:\n")),
-            "only thoughts": (THINKING.replace("So:", ""), changed(content="<think>\nI look.\n</think>")),
+            "only thoughts": (
+                THINKING.replace("So:", ""),
+                changed(content="<think>\nI look.\n</think>"),
+            ),
             "LiteLLM": (THINKING.replace("So:", ""), changed(content=LITELLM)),
             "newline more": (THINKING, changed(content="So:\n")),
             "newline less": ("Done.\n", changed(content="Done.")),
@@ -155,7 +190,13 @@ class TestChangedEchoes:
 
     @pytest.mark.parametrize(
         "content",
-        ["<think>\nI hear.\n</think>\n\nSo:", "<think></think>So:", "So:\n\n", " So:", "<think>I look.So:"],
+        [
+            "<think>\nI hear.\n</think>\n\nSo:",
+            "<think></think>So:",
+            "So:\n\n",
+            " So:",
+            "<think>I look.So:",
+        ],
     )
     def test_other_changes_are_not(self, session, content):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
@@ -166,7 +207,9 @@ class TestChangedEchoes:
         replies = [{"role": "assistant", "content": text} for text in ("Hello.", "Hello.\n")]
         for number, reply in enumerate(replies):
             prompt = session.prompt([user("Hi")])
-            session.conversations.add(str(number), prompt, session.encode("Hello.<|im_end|>"), reply)
+            session.conversations.add(
+                str(number), prompt, session.encode("Hello.<|im_end|>"), reply
+            )
         for number, reply in enumerate(replies):
             assert session.prompt([user("Hi"), reply, user("Go on")]).parent.call_id == str(number)
 
@@ -189,11 +232,20 @@ class TestEqualReplies:
             assert (prompt.kind, prompt.parent.call_id) == ("bridged", str(number))
             assert [*prompt.ids[: prompt.prefix_length]] == session.token_ids(number)
 
-    @pytest.mark.parametrize("context", [[], [CONTEXT, user("And?")]], ids=["at the end", "before context"])
+    @pytest.mark.parametrize(
+        "context", [[], [CONTEXT, user("And?")]], ids=["at the end", "before context"]
+    )
     @pytest.mark.parametrize("reasoning", ["", "Three"], ids=["none", "of neither"])
-    def test_without_matching_reasoning_they_are_ambiguous(self, session, replies, reasoning, context):
-        prompt = session.prompt([user("Hi"), {**replies[0], "reasoning_content": reasoning}, user("Go on"), *context])
-        assert (prompt.kind, prompt.reason) == ("rendered", "2 earlier calls fit equally well up to message 2")
+    def test_without_matching_reasoning_they_are_ambiguous(
+        self, session, replies, reasoning, context
+    ):
+        prompt = session.prompt(
+            [user("Hi"), {**replies[0], "reasoning_content": reasoning}, user("Go on"), *context]
+        )
+        assert (prompt.kind, prompt.reason) == (
+            "rendered",
+            "2 earlier calls fit equally well up to message 2",
+        )
 
     def test_calls_with_equal_tokens_are_not_ambiguous(self, session):
         replies = [session.ask([user("Hi")], "Hello.<|im_end|>") for _ in range(2)]
@@ -201,7 +253,9 @@ class TestEqualReplies:
 
     def test_of_many_calls_with_equal_tokens_the_ids_of_one_prompt_are_joined(self, session):
         replies = [session.ask([user("Hi")], "Hello.<|im_end|>") for _ in range(5)]
-        with mock.patch.object(Turn, "prompt_ids", autospec=True, side_effect=Turn.prompt_ids) as joined:
+        with mock.patch.object(
+            Turn, "prompt_ids", autospec=True, side_effect=Turn.prompt_ids
+        ) as joined:
             prompt = session.prompt([user("Hi"), replies[0], user("Go on")])
         assert (prompt.kind, joined.call_count) == ("bridged", 1)
 
@@ -225,7 +279,9 @@ def test_equal_arguments_of_another_type_in_a_later_request_are_another_conversa
     example = [user("Hi"), assistant_message("", "", [called]), user("Go on")]
     session.conversations.prompt(ModelCall("m", example, session.tools))
     prompt = session.conversations.prompt(ModelCall("m", example, session.tools))
-    session.conversations.add("0", prompt, session.encode("A.<|im_end|>"), assistant_message("A.", "", []))
+    session.conversations.add(
+        "0", prompt, session.encode("A.<|im_end|>"), assistant_message("A.", "", [])
+    )
     other = message_tool_call("c1", "look", {"deep": 1})
     for call, parent in [(called, "0"), (other, None), (called, "0")]:
         messages = [dict(example[0]), assistant_message("", "", [call]), dict(example[2])]
@@ -235,11 +291,16 @@ def test_equal_arguments_of_another_type_in_a_later_request_are_another_conversa
 
 
 class TestMemory:
-    @pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>And more"], ids=["continued", "never continued"])
+    @pytest.mark.parametrize(
+        "end", ["<|im_end|>", "<|im_end|>And more"], ids=["continued", "never continued"]
+    )
     def test_a_session_keeps_each_token_once(self, session, end):
         messages = [user("Hi")]
         for number in range(30):
-            messages += [session.ask(messages, f"I say {number}.{end}"), user(f"Go on, {number}. " * 20)]
+            messages += [
+                session.ask(messages, f"I say {number}.{end}"),
+                user(f"Go on, {number}. " * 20),
+            ]
         assert session.prompt(messages).kind == ("bridged" if end == "<|im_end|>" else "rendered")
         turns = session.conversations.history.turns.values()
         kept = sum(len(turn.tail_ids) + len(turn.completion_ids) for turn in turns)
@@ -280,7 +341,9 @@ class TestMemory:
         assert len(session.conversations.history._recent) == 2
 
     @pytest.mark.parametrize("turns", [4, 40])
-    def test_a_turn_reads_only_new_messages_also_after_a_request_that_became_no_call(self, session, turns, monkeypatch):
+    def test_a_turn_reads_only_new_messages_also_after_a_request_that_became_no_call(
+        self, session, turns, monkeypatch
+    ):
         messages = session.talk(*["Well."] * turns)
         session.prompt([*messages, user("Refused.")])
         del session.kept[-1]
@@ -288,7 +351,9 @@ class TestMemory:
         monkeypatch.setattr(
             canonical,
             "canonical",
-            lambda message, call, form=canonical.canonical: read.append(message) or form(message, call),
+            lambda message, call, form=canonical.canonical: (
+                read.append(message) or form(message, call)
+            ),
         )
         assert session.prompt(messages).kind == "bridged"
         assert len(read) < 10
@@ -307,7 +372,9 @@ class TestContextMessages:
         assert [*prompt.ids[: prompt.prefix_length]] == session.token_ids(0)
         assert prompt.new_messages == second[2:]
         whole = session.rendering.render(session.decode(second).messages, session.tools)
-        assert whole[-(len(prompt.ids) - prompt.prefix_length) + 1 :] == [*prompt.ids[prompt.prefix_length + 1 :]]
+        assert whole[-(len(prompt.ids) - prompt.prefix_length) + 1 :] == [
+            *prompt.ids[prompt.prefix_length + 1 :]
+        ]
 
     def test_later_calls_continue_the_one_with_the_context(self, session):
         messages = [user("Hi")]
@@ -326,7 +393,9 @@ class TestContextMessages:
         prompt = session.prompt([user("Hi"), reply, result(reply), invented, answer])
         assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
 
-    def test_a_request_that_is_repeated_or_whose_reply_is_dropped_continues_the_same_call(self, session):
+    def test_a_request_that_is_repeated_or_whose_reply_is_dropped_continues_the_same_call(
+        self, session
+    ):
         messages = [*session.talk("Hello."), CONTEXT, user("And?")]
         for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
             session.ask(messages, completion)
@@ -340,7 +409,14 @@ class TestContextMessages:
             "the reply": lambda m: [*m[:3], other(m[3]), m[4]],
             "the message before it": lambda m: [*m[:2], user("Changed"), m[3], m[4]],
             "both": lambda m: [*m[:2], user("Changed"), other(m[3]), m[4]],
-            "both, with context": lambda m: [*m[:2], user("More"), other(m[3]), m[4], CONTEXT, user("And?")],
+            "both, with context": lambda m: [
+                *m[:2],
+                user("More"),
+                other(m[3]),
+                m[4],
+                CONTEXT,
+                user("And?"),
+            ],
         },
     )
     def test_at_the_place_of_a_reply_there_is_no_context(self, session, change):
@@ -356,20 +432,36 @@ class TestContextMessages:
         history.append(session.ask(history, "Hello.<|im_end|>"))
         for number in range(1, 4):
             question = user(f"Question {number}")
-            reply = session.ask([*history, user(f"State {number}"), question], f"Answer {number}.<|im_end|>")
+            reply = session.ask(
+                [*history, user(f"State {number}"), question], f"Answer {number}.<|im_end|>"
+            )
             history += [question, echo(reply)]
-        assert [call.kind for call, _ in session.calls] == ["root", "bridged", "rendered", "rendered"]
+        assert [call.kind for call, _ in session.calls] == [
+            "root",
+            "bridged",
+            "rendered",
+            "rendered",
+        ]
         assert session.calls[2][0].reason.startswith("message 2 is not that of call 1: ")
 
     @named(
         "change",
         {
             "a message more before a tool call": lambda m: [*m[:3], user("Remember."), *m[3:]],
-            "and the call's text changed": lambda m: [*m[:3], user("Remember."), other(m[3]), *m[4:]],
+            "and the call's text changed": lambda m: [
+                *m[:3],
+                user("Remember."),
+                other(m[3]),
+                *m[4:],
+            ],
             "and nothing after it": lambda m: [*m[:3], user("Remember."), other(m[3]), m[4]],
             "a message less": lambda m: [*m[:2], *m[3:]],
             "a turn less": lambda m: [*m[:2], m[5], m[6]],
-            "a tool call of another call": lambda m: [*m, changed(tool_calls=[], call_id="1")(m[3]), user("And?")],
+            "a tool call of another call": lambda m: [
+                *m,
+                changed(tool_calls=[], call_id="1")(m[3]),
+                user("And?"),
+            ],
             "a reply once more": lambda m: [*m, {**m[5], "content": "Third.\n"}, user("And?")],
         },
     )
@@ -396,12 +488,17 @@ class TestContextMessages:
         for new in ([user("State 2"), user("Two")], [user("State 2")], [user("Two")]):
             session.ask([*history, *new], "Answer.<|im_end|>")
         assert [call.kind for call, _ in session.calls[2:]] == ["rendered"] * 3
-        assert session.calls[3][0].reason == "message 3 is the reply of call 1, changed or at another place"
+        assert (
+            session.calls[3][0].reason
+            == "message 3 is the reply of call 1, changed or at another place"
+        )
 
     def test_examples_before_a_changed_reply_stay_examples(self, session):
         messages = [*EXAMPLES, user("What is 2 + 2?")]
         reply = session.ask(messages, "4<|im_end|>")
-        session.ask([*messages, {**reply, "content": "Four."}, user("What is 3 + 3?")], "6<|im_end|>")
+        session.ask(
+            [*messages, {**reply, "content": "Four."}, user("What is 3 + 3?")], "6<|im_end|>"
+        )
         assert session.calls[1][0].kind == "rendered"
         assert session.prompt([*EXAMPLES, user("What is 4 + 4?")]).kind == "root"
 
@@ -415,7 +512,9 @@ class TestContextMessages:
 
 
 class TestExamples:
-    @pytest.mark.parametrize("examples", [EXAMPLES, [user("2 * 1?"), {"role": "assistant", "content": "two"}]])
+    @pytest.mark.parametrize(
+        "examples", [EXAMPLES, [user("2 * 1?"), {"role": "assistant", "content": "two"}]]
+    )
     def test_the_first_call_of_a_conversation_with_examples_is_a_root(self, session, examples):
         messages = [*EXAMPLES, user("What is 2 + 2?")]
         messages += [session.ask(messages, "4<|im_end|>"), user("What is 3 + 3?")]
@@ -430,7 +529,11 @@ class TestExamples:
             "verbatim": (THINKING, [user("One"), user("Two")], same),
             "with the id of its tool call": (THINKING, [user("One"), user("Two")], other),
             "a newline more": ("Hello.", [user("Ho")], changed(content="Hello.\n")),
-            "thoughts in front": ("Hello.", [user("Ho")], changed(content="<think>I greet.</think>Hello.")),
+            "thoughts in front": (
+                "Hello.",
+                [user("Ho")],
+                changed(content="<think>I greet.</think>Hello."),
+            ),
             "changed at its place": ("Hello.", [user("Hi")], other),
         },
     )
@@ -442,5 +545,8 @@ class TestExamples:
     def test_where_nothing_can_be_read_an_assistant_message_may_be_a_reply(self, session):
         session.conversations.history.incomplete = True
         prompt = session.prompt([*EXAMPLES, user("What is 2 + 2?")])
-        assert (prompt.kind, prompt.reason) == ("rendered", "message 1 may be the reply of a call that cannot be read")
+        assert (prompt.kind, prompt.reason) == (
+            "rendered",
+            "message 1 may be the reply of a call that cannot be read",
+        )
         assert session.prompt([user("Hi")]).kind == "root"

@@ -1,4 +1,5 @@
-"""Work on a reply is linear in what was sampled, for every family: a policy that loops stops nobody else."""
+"""Work on a reply is linear in what was sampled, for every family: a policy that loops stops nobody
+else."""
 
 import re
 from itertools import pairwise
@@ -30,7 +31,11 @@ CALLS = {
         '<\uff5cDSML\uff5cparameter name="string" string="true">',
         "</\uff5cDSML\uff5cinvoke>",
     ),
-    "kimi": ("<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>", '{"a":', "<|tool_call_end|>"),
+    "kimi": (
+        "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>",
+        '{"a":',
+        "<|tool_call_end|>",
+    ),
     "minimax": ('<invoke name="look">', '<parameter name="string">', "</invoke>"),
     "laguna": ("<tool_call>look", "<arg_key>string</arg_key><arg_value>", "</tool_call>"),
     "hy": (
@@ -40,14 +45,25 @@ CALLS = {
     ),
     "inkling": ("<|content_invoke_tool_json|>", '{"name":', "<|end_message|>"),
 }
-"""Family -> the mark that opens a call, text in which a policy may loop in it, and the mark that closes it."""
+"""Family -> the mark that opens a call, text in which a policy may loop in it, and the mark that
+closes it."""
 LOOPS = {
     "calls that open": lambda opening, inside, closing, size: opening * (size // len(opening)),
-    "calls that end": lambda opening, inside, closing, size: (opening + inside + closing) * (size // 64),
-    "a call that does not end": lambda opening, inside, closing, size: opening + inside * (size // len(inside)),
-    "a long call": lambda opening, inside, closing, size: opening + inside * (size // len(inside)) + closing,
-    "a long call of lines": lambda opening, inside, closing, size: opening + (inside + "\n") * (size // 64) + closing,
-    "white space": lambda opening, inside, closing, size: opening + "\n" * size + closing + "\n" * size,
+    "calls that end": lambda opening, inside, closing, size: (
+        (opening + inside + closing) * (size // 64)
+    ),
+    "a call that does not end": lambda opening, inside, closing, size: (
+        opening + inside * (size // len(inside))
+    ),
+    "a long call": lambda opening, inside, closing, size: (
+        opening + inside * (size // len(inside)) + closing
+    ),
+    "a long call of lines": lambda opening, inside, closing, size: (
+        opening + (inside + "\n") * (size // 64) + closing
+    ),
+    "white space": lambda opening, inside, closing, size: (
+        opening + "\n" * size + closing + "\n" * size
+    ),
     "words": lambda opening, inside, closing, size: opening[:-1] + "x" * size + " <" * size,
 }
 
@@ -56,7 +72,11 @@ OWN = {
     "start_anchor": "<reply>",
     "fields": {
         "content": {"close": "<end>"},
-        "tool_calls": {"open_pattern": "<call.*?>", "close_pattern": "</call.*?>", "content": "json"},
+        "tool_calls": {
+            "open_pattern": "<call.*?>",
+            "close_pattern": "</call.*?>",
+            "content": "json",
+        },
     },
 }
 """A template of a tokenizer, whose marks have no bound."""
@@ -86,19 +106,24 @@ class Counting:
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Return a function from the name of a family, a text and a length to the characters that its patterns look at."""
+    """Return a function from the name of a family, a text and a length to the characters that its
+    patterns look at."""
     read = {"own": Family("own", OWN), **families.__wrapped__()}
     for family in read.values():
         for field in family.template.fields.values():
             field.open_re = field.open_re and Counting(field.open_re)
             field.close_re = field.close_re and Counting(field.close_re)
-    tag_patterns = {family._calls.get("content_args", {}).get("tag_pattern") for family in read.values()} - {None}
+    tag_patterns = {
+        family._calls.get("content_args", {}).get("tag_pattern") for family in read.values()
+    } - {None}
 
     def compiled(pattern, flags=0):
         found = re.compile(pattern, flags)
         return Counting(found) if any(tag in pattern for tag in tag_patterns) else found
 
-    monkeypatch.setattr(module, "re", type("Re", (), {**vars(re), "compile": staticmethod(compiled)}))
+    monkeypatch.setattr(
+        module, "re", type("Re", (), {**vars(re), "compile": staticmethod(compiled)})
+    )
 
     def count(name, text, piece):
         Counting.looked_at = 0

@@ -25,7 +25,10 @@ class TestChoice:
         assert rendering.name == Rendering(str(tokenizer_folder), "qwen3").name == "qwen3"
 
     def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path, save_tokenizer):
-        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+        template = (
+            "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor"
+            " %}assistant:"
+        )
         rendering = Rendering(save_tokenizer(tmp_path, template))
         assert rendering.name == "default"
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -39,14 +42,19 @@ class TestChoice:
             Rendering(str(tokenizer_folder), renderer)
 
     def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
-        with pytest.raises(InputError, match=r"is no model: it has no tokenizer, such as tokenizer\.json"):
+        with pytest.raises(
+            InputError, match=r"is no model: it has no tokenizer, such as tokenizer\.json"
+        ):
             Rendering(str(tmp_path))
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(InputError, match="cannot load a tokenizer from"):
             Rendering(str(tmp_path))
 
     def test_a_name_that_is_no_folder_and_not_on_the_hub_is_refused(self):
-        with pytest.raises(InputError, match="there is no folder a b/c, and it is no name of a model on the Hugging"):
+        with pytest.raises(
+            InputError,
+            match="there is no folder a b/c, and it is no name of a model on the Hugging",
+        ):
             Rendering("a b/c")
 
     def test_a_hub_that_does_not_answer_is_waited_for_once(self, monkeypatch):
@@ -54,7 +62,10 @@ class TestChoice:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{port}")
-            with pytest.raises(InputError, match=r"no folder models/none, and the Hugging Face Hub does not answer \("):
+            with pytest.raises(
+                InputError,
+                match=r"no folder models/none, and the Hugging Face Hub does not answer \(",
+            ):
                 Rendering("models/none")
             silent.accept()[0].close()
             silent.setblocking(False)
@@ -63,12 +74,17 @@ class TestChoice:
 
     def test_a_model_without_a_chat_template_is_refused(self, tmp_path, save_tokenizer):
         model = save_tokenizer(tmp_path, None)
-        with pytest.raises(InputError, match="has no chat template, so no conversation can be written as its prompt"):
+        with pytest.raises(
+            InputError,
+            match="has no chat template, so no conversation can be written as its prompt",
+        ):
             Rendering(model)
 
     def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path, save_tokenizer):
         other = Rendering(save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}"), "qwen3")
-        same = {name for name in rendering.digests if other.digests[name] == rendering.digests[name]}
+        same = {
+            name for name in rendering.digests if other.digests[name] == rendering.digests[name]
+        }
         assert same == {"tokenizer_sha256"}
 
 
@@ -87,7 +103,8 @@ STRICT = TEMPLATE.read_text().replace(
 
 
 class TestSystemMessages:
-    """System messages can be anywhere in a conversation. Some templates take them only at the beginning."""
+    """System messages can be anywhere in a conversation. Some templates take them only at the
+    beginning."""
 
     CONVERSATION = (
         {"role": "system", "content": "Be brief."},
@@ -112,7 +129,9 @@ class TestSystemMessages:
 
     def test_the_call_id_is_not_rendered(self, rendering):
         reply = {"role": "assistant", "content": "Hi."}
-        assert rendering.render([USER, {**reply, "call_id": "c"}], []) == rendering.render([USER, reply], [])
+        assert rendering.render([USER, {**reply, "call_id": "c"}], []) == rendering.render(
+            [USER, reply], []
+        )
 
 
 def contains(ids, part):
@@ -127,7 +146,9 @@ class TestLeastTokens:
 
     @given(
         st.lists(
-            st.text() | st.sampled_from(["<|im_end|>", " " * 300, "a" * 70_000, "é " * 40_000]), min_size=1, max_size=5
+            st.text() | st.sampled_from(["<|im_end|>", " " * 300, "a" * 70_000, "é " * 40_000]),
+            min_size=1,
+            max_size=5,
         ),
         st.integers(1, 200),
     )
@@ -151,17 +172,26 @@ class TestLeastTokens:
     def test_counting_ends_beyond_the_limit(self, rendering, monkeypatch, messages, tools):
         counted = []
         count = CachingTokenizer.count
-        monkeypatch.setattr(CachingTokenizer, "count", lambda self, text: (counted.append(text), count(self, text))[1])
+        monkeypatch.setattr(
+            CachingTokenizer,
+            "count",
+            lambda self, text: (counted.append(text), count(self, text))[1],
+        )
         assert rendering.least_tokens(messages, tools, 65_536) > 65_536
         assert sum(map(len, counted)) < 10 * 65_536
 
     def test_a_prompt_that_may_fit_is_not_counted(self, rendering, monkeypatch):
         monkeypatch.setattr(CachingTokenizer, "count", None)
-        assert rendering.least_tokens([{"role": "user", "content": "Hello " * 10_000}], [], 65_536) <= 10_000
+        assert (
+            rendering.least_tokens([{"role": "user", "content": "Hello " * 10_000}], [], 65_536)
+            <= 10_000
+        )
 
 
 class TestBridge:
-    @pytest.mark.parametrize("completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"])
+    @pytest.mark.parametrize(
+        "completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"]
+    )
     def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):
         prompt_ids, completion_ids = rendering.render([USER], []), encode(completion)
         ids = continued(rendering, prompt_ids, completion_ids, [USER], [])
@@ -170,17 +200,26 @@ class TestBridge:
         assert ids[-len(end) :] == end
 
     @pytest.mark.parametrize("new", [[USER], [USER, {"role": "assistant", "content": "Hi."}, USER]])
-    @pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
+    @pytest.mark.parametrize(
+        "completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"]
+    )
     def test_it_returns_none_when_it_would_change_tokens(self, rendering, encode, completion, new):
-        assert continued(rendering, rendering.render([USER], []), encode(completion), new, []) is None
+        assert (
+            continued(rendering, rendering.render([USER], []), encode(completion), new, []) is None
+        )
 
     def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
         completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
-        assert continued(rendering, rendering.render([USER], []), completion_ids, [USER], []) is not None
+        assert (
+            continued(rendering, rendering.render([USER], []), completion_ids, [USER], [])
+            is not None
+        )
 
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-pieces = st.sampled_from([*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"])
+pieces = st.sampled_from(
+    [*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"]
+)
 
 
 def call(text):
@@ -193,28 +232,40 @@ class TestParse:
 
     def test_reasoning_text_and_tool_calls_are_separated(self, rendering, encode):
         look = call('{"name": "look", "arguments": {"at": "é"}}')
-        reply = self.parse(rendering, encode, f"<think>\nHm.\n</think>\n\nI look.\n{look}<|im_end|>")
+        reply = self.parse(
+            rendering, encode, f"<think>\nHm.\n</think>\n\nI look.\n{look}<|im_end|>"
+        )
         assert (reply.reasoning, reply.content) == ("Hm.", "I look.")
         (made,) = reply.tool_calls
         assert (made.name, json.loads(made.arguments)) == ("look", {"at": "é"})
 
     @pytest.mark.parametrize(
         "inside",
-        ['{"name": "look", "argum', "not JSON", '{"arguments": {}}', '{"name": 5, "arguments": {}}', "[]"],
+        [
+            '{"name": "look", "argum',
+            "not JSON",
+            '{"arguments": {}}',
+            '{"name": 5, "arguments": {}}',
+            "[]",
+        ],
         ids=["cut", "not JSON", "no name", "a number as name", "no object"],
     )
     def test_a_malformed_tool_call_is_text(self, rendering, encode, inside):
         assert self.parse(rendering, encode, call(inside)).content == call(inside)
 
     @pytest.mark.parametrize(
-        "value", ["1" * 5000, "[" * 100_000], ids=["an integer of thousands of digits", "brackets without end"]
+        "value",
+        ["1" * 5000, "[" * 100_000],
+        ids=["an integer of thousands of digits", "brackets without end"],
     )
     def test_json_that_python_refuses_to_parse_is_text(self, rendering, encode, value):
         text = call(f'{{"name": "look", "arguments": {value}}}')
         assert self.parse(rendering, encode, text + "<|im_end|>").content == text
 
     def test_a_lone_surrogate_is_replaced(self, rendering, encode):
-        (made,) = self.parse(rendering, encode, call(r'{"name": "look", "arguments": {"at": "\ud83d"}}')).tool_calls
+        (made,) = self.parse(
+            rendering, encode, call(r'{"name": "look", "arguments": {"at": "\ud83d"}}')
+        ).tool_calls
         assert made.arguments == '{"at": "\ufffd"}'
 
     def test_a_turn_ends_with_its_stop_token(self, rendering, encode):
@@ -222,25 +273,42 @@ class TestParse:
 
 
 FAMILY_TOKENS = {
-    "gemma4": "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
-    "<|tool_response> <tool_response|> <|image> <|image|> <image|>",
-    "inkling": "<|message_user|> <|message_model|> <|message_system|> <|message_tool|> <|content_text|> "
-    "<|content_thinking|> <|content_image|> <|content_audio_input|> <|content_xml|> <|content_invoke_tool_json|> "
-    "<|content_invoke_tool_text|> <|content_model_end_sampling|> <|end_message|> <|audio_end|> <|unused_200054|> "
-    "<|unused_200053|>",
-    "kimi-k2": "<|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "
-    "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>",
+    "gemma4": (
+        "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call>"
+        " <tool_call|> <|tool_response> <tool_response|> <|image> <|image|> <image|>"
+    ),
+    "inkling": (
+        "<|message_user|> <|message_model|> <|message_system|> <|message_tool|> <|content_text|>"
+        " <|content_thinking|> <|content_image|> <|content_audio_input|> <|content_xml|>"
+        " <|content_invoke_tool_json|> <|content_invoke_tool_text|> <|content_model_end_sampling|>"
+        " <|end_message|> <|audio_end|> <|unused_200054|> <|unused_200053|>"
+    ),
+    "kimi-k2": (
+        "<|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|>"
+        " <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|>"
+        " <|tool_call_end|>"
+    ),
 }
 """Renderer -> its special tokens that the test's tokenizer lacks."""
 CALLS = {"c1": "look", "c2": "listen"}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in CALLS.values()]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in CALLS.values()
+]
 
 
 @pytest.mark.parametrize("renderer", FAMILY_TOKENS)
-def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp_path, save_tokenizer):
+def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(
+    renderer, tmp_path, save_tokenizer
+):
     made = [message_tool_call(i, name, "{}") for i, name in CALLS.items()]
-    results = [{"role": "tool", "tool_call_id": i, "content": f"{CALLS[i]}ed"} for i in ("c2", "c1")]
-    asked = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": None, "tool_calls": made}]
+    results = [
+        {"role": "tool", "tool_call_id": i, "content": f"{CALLS[i]}ed"} for i in ("c2", "c1")
+    ]
+    asked = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": None, "tool_calls": made},
+    ]
     body = {"messages": [*asked, *results], "tools": TOOLS}
     call = routes.CHAT.decode(parse_object(json.dumps(body).encode()), "/v1/chat/completions")
     rendering = Rendering(save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer].split()), renderer)

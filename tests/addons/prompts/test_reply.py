@@ -21,7 +21,21 @@ from tests.deep import examples
 MODELS = Path(__file__).resolve().parents[2] / "models"
 CALL_TEXT = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", CALL_TEXT, "<", "</", ">"]
-PLAIN = ["Hi", "é", "😀", " ", "\n\n", "a < b", "<b>", "</div>", "x << y << z", "</", '{"a": [1]}', "\uff5c{", "\ufffd"]
+PLAIN = [
+    "Hi",
+    "é",
+    "😀",
+    " ",
+    "\n\n",
+    "a < b",
+    "<b>",
+    "</div>",
+    "x << y << z",
+    "</",
+    '{"a": [1]}',
+    "\uff5c{",
+    "\ufffd",
+]
 texts = st.lists(st.sampled_from(PLAIN) | st.text(max_size=5), max_size=12).map("".join)
 words = texts.map(lambda text: text.replace("\ufffd", "").strip())
 QUOTED = re.compile(
@@ -35,10 +49,14 @@ def special_tokens():
     """Return the special tokens that the renderers of `renderers` name."""
     sources = [path.read_text() for path in Path(find_spec("renderers").origin).parent.glob("*.py")]
     source = (
-        "".join(sources).replace("{_HYTK}", ":opensource").replace("\\uff5c", "\uff5c").replace("\\u2581", "\u2581")
+        "".join(sources)
+        .replace("{_HYTK}", ":opensource")
+        .replace("\\uff5c", "\uff5c")
+        .replace("\\u2581", "\u2581")
     )
     outputs = [
-        f"<\uff5ctool\u2581output{name}\uff5c>" for name in ("s\u2581begin", "s\u2581end", "\u2581begin", "\u2581end")
+        f"<\uff5ctool\u2581output{name}\uff5c>"
+        for name in ("s\u2581begin", "s\u2581end", "\u2581begin", "\u2581end")
     ]
     return sorted({*QUOTED.findall(source), *outputs, "]<]video[>["})
 
@@ -49,14 +67,18 @@ NEEDS_A_DOWNLOAD = {"gpt-oss"}
 @cache
 def renderers():
     """Return the names of the renderers that write prompts without a network."""
-    create_renderer(AutoTokenizer.from_pretrained(MODELS / "qwen3-4b"), config_from_name("default"))  # finds them all
+    create_renderer(
+        AutoTokenizer.from_pretrained(MODELS / "qwen3-4b"), config_from_name("default")
+    )  # finds them all
     return sorted(RENDERER_REGISTRY.keys() - NEEDS_A_DOWNLOAD - {"default"})
 
 
 @pytest.fixture(scope="module")
 def everybodys(tmp_path_factory, save_tokenizer):
     """Return the folder of a tokenizer with the special tokens of all models."""
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE.read_text(), special_tokens())
+    return save_tokenizer(
+        tmp_path_factory.mktemp("tokenizer"), TEMPLATE.read_text(), special_tokens()
+    )
 
 
 @pytest.mark.parametrize("renderer", renderers())
@@ -67,7 +89,8 @@ def test_what_a_renderer_writes_is_read_by_a_family(everybodys, renderer):
 
 
 def stream(rendering, ids, cuts, **fields):
-    """Return the sent reasoning and content of a completion that is fed up to each of `cuts`, and the reply."""
+    """Return the sent reasoning and content of a completion that is fed up to each of `cuts`, and
+    the reply."""
     growing = rendering.sampled_reply([], ModelCall("m", [], [], **fields))
     new = [growing.feed(ids[begin:end]) for begin, end in pairwise([0, *cuts, len(ids)])]
     reply, rest = growing.finish()
@@ -78,21 +101,34 @@ def stream(rendering, ids, cuts, **fields):
 
 
 def cuts_of(data, ids):
-    return sorted(data.draw(st.sets(st.integers(0, len(ids))))) if data.draw(st.booleans()) else range(len(ids) + 1)
+    return (
+        sorted(data.draw(st.sets(st.integers(0, len(ids)))))
+        if data.draw(st.booleans())
+        else range(len(ids) + 1)
+    )
 
 
 @given(st.data(), words, words, st.booleans(), st.integers(0, 2))
 @examples(300)
-def test_a_well_formed_completion_is_sent_as_a_whole(rendering, encode, data, reasoning, content, thinks, calls):
+def test_a_well_formed_completion_is_sent_as_a_whole(
+    rendering, encode, data, reasoning, content, thinks, calls
+):
     opening = f"<think>\n{reasoning}\n</think>\n\n" if thinks else ""
     ids = encode(opening + content + CALL_TEXT * calls + "<|im_end|>")
     sent_reasoning, sent_content, reply = stream(rendering, ids, cuts_of(data, ids))
-    assert (sent_reasoning, sent_content) == (reply.reasoning, reply.content) == (reasoning * thinks, content)
+    assert (
+        (sent_reasoning, sent_content)
+        == (reply.reasoning, reply.content)
+        == (reasoning * thinks, content)
+    )
     assert [call.name for call in reply.tool_calls] == ["look"] * calls
     assert is_sampled(reply.to_message(), rendering.read([], ids, [])[0])
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3.5", "glm-4.5", "gemma4", "kimi-k2", "deepseek-v3", "inkling"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", "qwen3.5", "glm-4.5", "gemma4", "kimi-k2", "deepseek-v3", "inkling"],
+)
 def other(request, everybodys):
     return Rendering(everybodys, request.param)
 
@@ -101,15 +137,21 @@ def other(request, everybodys):
 @examples(300)
 def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply_in_every_split(other, data):
     pieces = (
-        st.sampled_from([*special_tokens(), *TAGS, *TAGS, *PLAIN, "<|im_end|>", "</thi"]) | texts | st.integers(0, 399)
+        st.sampled_from([*special_tokens(), *TAGS, *TAGS, *PLAIN, "<|im_end|>", "</thi"])
+        | texts
+        | st.integers(0, 399)
     )
     ids = []
     for piece in data.draw(st.lists(pieces, max_size=25)):
         ids += [piece] if isinstance(piece, int) else other.tokenizer.encode(piece)
     whole, num_reasoning = other.read([], ids, [])
     reasoning, content, reply = stream(other, ids, cuts_of(data, ids))
-    assert (reasoning, content) == (reply.reasoning, reply.content) == (whole.reasoning, whole.content)
-    assert [call.arguments for call in reply.tool_calls] == [call.arguments for call in whole.tool_calls]
+    assert (
+        (reasoning, content) == (reply.reasoning, reply.content) == (whole.reasoning, whole.content)
+    )
+    assert [call.arguments for call in reply.tool_calls] == [
+        call.arguments for call in whole.tool_calls
+    ]
     assert num_reasoning <= len(ids)
 
 
@@ -128,7 +170,10 @@ class TestHeldBack:
         ],
     )
     def test_a_suffix_that_the_next_token_may_change(self, text, certain):
-        assert ReplyParser(families()["hermes"], "", ModelCall("m", [], [])).feed(text) == ("", certain)
+        assert ReplyParser(families()["hermes"], "", ModelCall("m", [], [])).feed(text) == (
+            "",
+            certain,
+        )
 
     def test_a_character_whose_bytes_are_incomplete(self, rendering, encode):
         ids = encode("caf😀")
@@ -153,7 +198,10 @@ class TestHeldBack:
     def test_plain_text_is_sent_as_it_arrives(self, rendering, encode):
         growing = rendering.sampled_reply([], ModelCall("m", [], []))
         for token_id in encode("Hello there"):
-            assert "".join(growing.feed([token_id])).strip() or rendering.tokenizer.decode([token_id]).isspace()
+            assert (
+                "".join(growing.feed([token_id])).strip()
+                or rendering.tokenizer.decode([token_id]).isspace()
+            )
 
 
 class TestStopTexts:
@@ -168,11 +216,23 @@ class TestStopTexts:
             (CALL_TEXT + "one STOP", ["STOP"], "", "one ", "STOP"),
         ],
     )
-    def test_a_reply_ends_before_the_first_one(self, rendering, encode, text, stops, reasoning, content, stop):
+    def test_a_reply_ends_before_the_first_one(
+        self, rendering, encode, text, stops, reasoning, content, stop
+    ):
         reply, _ = rendering.read([], encode(text), [], stops)
-        assert (reply.reasoning, reply.content, reply.stop, reply.tool_calls) == (reasoning, content, stop, [])
+        assert (reply.reasoning, reply.content, reply.stop, reply.tool_calls) == (
+            reasoning,
+            content,
+            stop,
+            [],
+        )
 
-    @given(st.data(), words, words, st.lists(st.sampled_from(["b>", " ", "é", "Hi", "zz", "a <"]), max_size=3))
+    @given(
+        st.data(),
+        words,
+        words,
+        st.lists(st.sampled_from(["b>", " ", "é", "Hi", "zz", "a <"]), max_size=3),
+    )
     @examples(200)
     def test_it_ends_what_is_sent(self, rendering, encode, data, reasoning, content, stops):
         ids = encode(f"<think>\n{reasoning}\n</think>\n\n{content}<|im_end|>")
@@ -188,7 +248,9 @@ class TestStructuredOutput:
     @pytest.mark.parametrize("text", ['{"a": "' + "é" * 300, "[1, 2]", "42", '"text"'])
     def test_it_is_content(self, rendering, encode, text):
         ids = encode("<think>" + text)
-        reasoning, content, reply = stream(rendering, ids, range(len(ids)), schema={"type": "object"})
+        reasoning, content, reply = stream(
+            rendering, ids, range(len(ids)), schema={"type": "object"}
+        )
         assert (reasoning, content, reply.content) == ("", text, text)
 
     def test_a_model_that_was_not_held_to_it_reasons_before_it(self, rendering, encode):
@@ -203,7 +265,10 @@ class TestUnread:
         [
             ("<tool_call>{}", "the call has not ended"),
             ("<tool_call>{</tool_call>", "the call cannot be read: json parser could not parse"),
-            ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "the name of the tool is no text"),
+            (
+                '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+                "the name of the tool is no text",
+            ),
             ("Hello.", None),
         ],
     )
@@ -215,15 +280,22 @@ class TestUnread:
     def test_calls_that_may_not_be_made_are_lines_of_the_text(self, rendering, encode):
         ids = encode("So." + CALL_TEXT + "<|im_end|>")
         _, content, reply = stream(rendering, ids, range(len(ids)), may_call=False)
-        assert content == reply.content == 'So.\n{"name": "look", "arguments": "{\\"at\\": \\"é\\"}"}'
+        assert (
+            content == reply.content == 'So.\n{"name": "look", "arguments": "{\\"at\\": \\"é\\"}"}'
+        )
 
 
 @given(words, words, st.booleans())
 @examples(200)
-def test_the_tokens_up_to_the_end_of_the_reasoning_are_counted(rendering, encode, reasoning, content, ends):
+def test_the_tokens_up_to_the_end_of_the_reasoning_are_counted(
+    rendering, encode, reasoning, content, ends
+):
     ids = encode(f"<think>\n{reasoning}" + f"\n</think>\n\n{content}<|im_end|>" * ends)
     reply, count = rendering.read([], ids, [])
-    before, up_to = (rendering.tokenizer.decode(ids[:length]).rstrip("\ufffd") for length in (max(0, count - 1), count))
+    before, up_to = (
+        rendering.tokenizer.decode(ids[:length]).rstrip("\ufffd")
+        for length in (max(0, count - 1), count)
+    )
     if reply.reasoning:
         assert up_to.startswith(f"<think>\n{reply.reasoning}")
         assert not before.startswith(f"<think>\n{reply.reasoning}")

@@ -1,4 +1,5 @@
-"""Templates that no renderer knows are continued when they render each message independently, else refused."""
+"""Templates that no renderer knows are continued when they render each message independently, else
+refused."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,12 @@ from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.template import Placeholder, TemplateContinuation, placeholder_turn, tokens_of_turns
+from rolltap.addons.prompts.template import (
+    Placeholder,
+    TemplateContinuation,
+    placeholder_turn,
+    tokens_of_turns,
+)
 from rolltap.addons.prompts.tokenizer import BREAK
 from tests.addons.conftest import TEMPLATE
 from tests.addons.prompts import continuing
@@ -17,8 +23,9 @@ from tests.addons.prompts.test_rendering import USER, VISION, pieces
 from tests.deep import examples
 
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
-CALLS = "{% for call in message.tool_calls or [] %}{{ '@' + call.function.name }}" + (
-    "{% for value in call.function.arguments.values() %}{{ value }}{% endfor %}{% endfor %}"
+CALLS = (
+    "{% for call in message.tool_calls or [] %}{{ '@' + call.function.name }}"
+    + "{% for value in call.function.arguments.values() %}{{ value }}{% endfor %}{% endfor %}"
 )
 END = "{{ '<|im_end|>\\n\\n' }}"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -45,11 +52,14 @@ def assistant(text):
 def answered(text, messages):
     """Return a turn of `text` with the calls that results in `messages` answer."""
     calls = placeholder_turn(messages).get("tool_calls", [])
-    return assistant_message(text, "", [message_tool_call(each["id"], each["function"]["name"], {}) for each in calls])
+    return assistant_message(
+        text, "", [message_tool_call(each["id"], each["function"]["name"], {}) for each in calls]
+    )
 
 
 @pytest.mark.parametrize(
-    "new", [NEW, [{"role": "tool", "content": "Nothing.", "tool_call_id": "c9", "name": "look"}], NEW * 2]
+    "new",
+    [NEW, [{"role": "tool", "content": "Nothing.", "tool_call_id": "c9", "name": "look"}], NEW * 2],
 )
 @pytest.mark.parametrize("end", ["<|im_end|>", ""], ids=["ended", "truncated"])
 def test_a_continuation_is_what_the_template_writes_after_a_turn(plain, encode, new, end):
@@ -62,7 +72,10 @@ def test_a_continuation_is_what_the_template_writes_after_a_turn(plain, encode, 
 
 
 def test_a_message_that_the_template_refuses_is_not_continued(rendering_of, encode):
-    picky = "{% for message in messages %}{% if message.content == 'No' %}{{ raise_exception('no') }}{% endif %}"
+    picky = (
+        "{% for message in messages %}{% if message.content == 'No' %}{{ raise_exception('no') }}{%"
+        " endif %}"
+    )
     rendering = rendering_of(PLAIN.replace("{% for message in messages %}", picky))
     assert rendering.refusal is None
     prompt, refused = rendering.render(CONVERSATION, []), {"role": "user", "content": "No"}
@@ -70,12 +83,15 @@ def test_a_message_that_the_template_refuses_is_not_continued(rendering_of, enco
 
 
 LOOKS_UP = (
-    "{% if message.role == 'tool' %}{% for earlier in messages %}{% for call in earlier.tool_calls or [] %}"
-    "{% if call.id == message.tool_call_id %}{{ call.function.name }}{% endif %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if message.role == 'tool' %}{% for earlier in messages %}{% for call in earlier.tool_calls"
+    " or [] %}{% if call.id == message.tool_call_id %}{{ call.function.name }}{% endif %}{% endfor"
+    " %}{% endfor %}{% endif %}"
 )
 
 
-@pytest.mark.parametrize("name", ["{{ message.name or '' }}", LOOKS_UP], ids=["its name", "the name of its call"])
+@pytest.mark.parametrize(
+    "name", ["{{ message.name or '' }}", LOOKS_UP], ids=["its name", "the name of its call"]
+)
 def test_results_are_continued_with_the_names_of_their_own_tools(rendering_of, encode, name):
     rendering = rendering_of(PLAIN.replace(TURN, name + TURN))
     assert rendering.refusal is None
@@ -89,7 +105,10 @@ def test_results_are_continued_with_the_names_of_their_own_tools(rendering_of, e
 
 
 def test_a_template_that_takes_one_call_a_turn_is_continued(rendering_of):
-    single = "{% if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    single = (
+        "{% if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one')"
+        " }}{% endif %}"
+    )
     assert rendering_of(PLAIN.replace(TURN, single + TURN)).refusal is None
 
 
@@ -102,16 +121,25 @@ def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(ren
     rendering = rendering_of(PLAIN.replace(CALLS, CALLS + marked))
     prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
     assert continuing.continued(rendering, prompt, completion, NEW, []) is not None
-    assert continuing.continued(rendering, prompt, completion, [*NEW, assistant("Well."), *NEW], []) is None
+    assert (
+        continuing.continued(rendering, prompt, completion, [*NEW, assistant("Well."), *NEW], [])
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (PLAIN.replace(TURN, FIRST_TOOL + TURN), "writes new messages differently after other ones"),
+        (
+            PLAIN.replace(TURN, FIRST_TOOL + TURN),
+            "writes new messages differently after other ones",
+        ),
         (PLAIN.replace(END, ""), "does not end an assistant's turn with a stop token"),
         (PLAIN.replace(CALLS, CALLS + MARKED), "closes a turn differently when messages follow"),
-        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN, "refuses a conversation with tools"),
+        (
+            "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN,
+            "refuses a conversation with tools",
+        ),
     ],
     ids=["the first tool's name", "no stop token", "marks past turns", "no tools"],
 )
@@ -120,12 +148,18 @@ def test_a_template_that_closes_turns_or_writes_messages_in_several_ways_is_refu
 ):
     rendering = rendering_of(template)
     assert reason in rendering.refusal
-    assert continuing.continued(rendering, rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
+    assert (
+        continuing.continued(rendering, rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, [])
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ messages | length }}" + PLAIN, PLAIN.replace(TURN, "{% if not loop.last %}{{ '!' }}{% endif %}" + TURN)],
+    [
+        "{{ messages | length }}" + PLAIN,
+        PLAIN.replace(TURN, "{% if not loop.last %}{{ '!' }}{% endif %}" + TURN),
+    ],
     ids=["counts the messages", "rewrites earlier turns"],
 )
 def test_a_template_that_rewrites_what_is_before_a_turn_is_continued_with_the_sampled_tokens(
@@ -173,7 +207,12 @@ def test_a_renderer_that_knows_its_model_has_no_refusal(tokenizer_folder):
     assert Rendering(str(tokenizer_folder)).refusal is None
 
 
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "", "parameters": {"type": "object"}},
+    }
+]
 LOOK = message_tool_call("c1", "look", {"at": "é"})
 RESULT = {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"}
 INVENTED = [assistant_message("", "", [LOOK]), RESULT]
@@ -183,7 +222,14 @@ TAILS = {
     "a call after a result": [RESULT, *INVENTED],
     "a call immediately": [*INVENTED, USER],
     "reasoning": [USER, assistant_message("Hi.", "I greet.", []), USER],
-    "several": [USER, *INVENTED, assistant_message("So.", "", [LOOK]), RESULT, assistant("Hi."), USER],
+    "several": [
+        USER,
+        *INVENTED,
+        assistant_message("So.", "", [LOOK]),
+        RESULT,
+        assistant("Hi."),
+        USER,
+    ],
     "a system message": [{"role": "system", "content": "It is late."}, assistant("Yes."), USER],
     "the end": [USER, assistant("Hi.")],
 }
@@ -207,7 +253,10 @@ def test_the_tokens_after_a_turn_are_those_of_a_full_prompt(any_rendering, encod
     whole = any_rendering.render(name_results([USER, turn, *tail]), tools)
     continued = continuing.continued(any_rendering, prompt, completion, tail, tools)
     assert continued[: len(prompt) + len(completion)] == prompt + completion
-    assert whole[-(len(continued) - len(prompt) - len(completion)) :] == continued[len(prompt) + len(completion) :]
+    assert (
+        whole[-(len(continued) - len(prompt) - len(completion)) :]
+        == continued[len(prompt) + len(completion) :]
+    )
 
 
 @pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
@@ -231,7 +280,9 @@ messages = st.one_of(
 
 @given(prompt=texts, completion=texts, tail=st.lists(messages, min_size=1, max_size=5))
 @examples(200)
-def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, prompt, completion, tail):
+def test_whatever_the_tail_no_sampled_token_changes(
+    any_rendering, encode, prompt, completion, tail
+):
     prompt_ids, completion_ids = encode(prompt), encode(completion)
     ids = continuing.continued(any_rendering, prompt_ids, completion_ids, tail, [])
     if ids is not None:
@@ -241,7 +292,9 @@ def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, promp
         stop_ids = any_rendering.stop_token_ids
         extension = ids[sampled:]
         if completion_ids[-1:] not in [[i] for i in stop_ids]:
-            extension = extension[next(i for i, token in enumerate(extension) if token in stop_ids) + 1 :]
+            extension = extension[
+                next(i for i, token in enumerate(extension) if token in stop_ids) + 1 :
+            ]
         assert whole[-len(extension) :] == extension
 
 
@@ -273,7 +326,11 @@ class TestTokensOfTurns:
 
     def placeholder(self, changed=lambda text: text):
         def render(messages, tools, generation):
-            turns = {"user": lambda m: "u", "assistant": lambda m: f"A{m['content']}E", "tool": lambda m: "t"}
+            turns = {
+                "user": lambda m: "u",
+                "assistant": lambda m: f"A{m['content']}E",
+                "tool": lambda m: "t",
+            }
             text = "".join(turns[m["role"]](m) for m in messages) + "G"
             return [*changed(text.replace(BREAK, "")).encode()]
 
@@ -282,7 +339,9 @@ class TestTokensOfTurns:
     def test_they_are_what_a_full_prompt_has_after_the_placeholder(self):
         tail = [USER, assistant("x"), RESULT]
         assert tokens_of_turns(self.placeholder(), AFTER, True, tail, []) == [*b"uAxEtG"]
-        assert tokens_of_turns(self.placeholder(), [*b"E", *AFTER], False, tail, []) == [*b"EuAxEtG"]
+        assert tokens_of_turns(self.placeholder(), [*b"E", *AFTER], False, tail, []) == [
+            *b"EuAxEtG"
+        ]
 
     @pytest.mark.parametrize(
         ("changed", "tokens"),
@@ -291,7 +350,11 @@ class TestTokensOfTurns:
             (lambda text: text.replace("7E", "7") if "x" in text else text, None),
             (lambda text: text.replace("Aa8", "A?a8") if "x" in text else text, [*b"AxEuG"]),
         ],
-        ids=["other tokens after a turn", "a turn whose end depends on later ones", "another text before the turn"],
+        ids=[
+            "other tokens after a turn",
+            "a turn whose end depends on later ones",
+            "another text before the turn",
+        ],
     )
     def test_there_are_none_when_the_placeholder_is_ended_otherwise(self, changed, tokens):
         tail = [assistant("x"), USER]

@@ -30,14 +30,23 @@ def test_a_text_is_tokenised_once(text):
 def test_sessions_share_the_tokens_of_their_system_prompt(tokenizer_folder, monkeypatch):
     texts = []
     encode = CachingTokenizer._encode
-    monkeypatch.setattr(CachingTokenizer, "_encode", lambda self, text: (texts.append(text), encode(self, text))[1])
+    monkeypatch.setattr(
+        CachingTokenizer, "_encode", lambda self, text: (texts.append(text), encode(self, text))[1]
+    )
     rendering = Rendering(str(tokenizer_folder), "qwen3")
     for text in ("one", "two"):
-        rendering.render([{"role": "system", "content": LONG}, {"role": "user", "content": text}], [])
+        rendering.render(
+            [{"role": "system", "content": LONG}, {"role": "user", "content": text}], []
+        )
     assert sum(LONG in text for text in texts) == 1
 
 
-@given(st.text() | st.lists(st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "é", "e\u0301", "Hi"])).map("".join))
+@given(
+    st.text()
+    | st.lists(st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "é", "e\u0301", "Hi"])).map(
+        "".join
+    )
+)
 @examples(200)
 def test_any_text_has_the_ids_and_the_text_of_the_wrapped_tokenizer(tokenizer, text):
     caching = CachingTokenizer(tokenizer)
@@ -45,14 +54,18 @@ def test_any_text_has_the_ids_and_the_text_of_the_wrapped_tokenizer(tokenizer, t
         ids = tokenizer.encode(one, add_special_tokens=False)
         assert caching.encode(one) == ids
         for skip in (True, False):
-            assert caching.decode(ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+            assert caching.decode(ids, skip_special_tokens=skip) == tokenizer.decode(
+                ids, skip_special_tokens=skip
+            )
 
 
 def test_a_chat_template_has_the_tokens_of_the_wrapped_tokenizer(tokenizer):
     messages = [{"role": "user", "content": LONG}]
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     caching = CachingTokenizer(tokenizer)
-    assert caching.apply_chat_template(messages, **options) == tokenizer.apply_chat_template(messages, **options)
+    assert caching.apply_chat_template(messages, **options) == tokenizer.apply_chat_template(
+        messages, **options
+    )
 
 
 def test_texts_are_not_cut_at_the_length_that_a_tokenizer_is_saved_with(tokenizer_folder, tmp_path):
@@ -61,7 +74,9 @@ def test_texts_are_not_cut_at_the_length_that_a_tokenizer_is_saved_with(tokenize
     saved.backend_tokenizer.enable_padding()
     saved.save_pretrained(tmp_path)
     cut = CachingTokenizer(AutoTokenizer.from_pretrained(tmp_path))
-    assert cut.encode(LONG) == CachingTokenizer(AutoTokenizer.from_pretrained(tokenizer_folder)).encode(LONG)
+    assert cut.encode(LONG) == CachingTokenizer(
+        AutoTokenizer.from_pretrained(tokenizer_folder)
+    ).encode(LONG)
 
 
 async def test_other_work_goes_on_while_a_long_text_is_encoded(tokenizer):
@@ -80,7 +95,9 @@ async def test_other_work_goes_on_while_a_long_text_is_encoded(tokenizer):
     ids=["many texts", "a text that would fill it"],
 )
 def test_the_cache_of_long_texts_is_bounded_in_bytes(texts, length, least, most):
-    caching = CachingTokenizer(SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode())))
+    caching = CachingTokenizer(
+        SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode()))
+    )
     tracemalloc.start()
     for n in range(texts):
         caching.encode(f"{n}" + " " * length)
@@ -93,7 +110,10 @@ def test_threads_get_the_tokens_of_their_own_texts(tokenizer):
     caching = CachingTokenizer(tokenizer)
     texts = [f"{n} {LONG}" for n in range(400)]
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(caching.encode, texts * 3)) == [caching.encode(text) for text in texts] * 3
+        assert (
+            list(threads.map(caching.encode, texts * 3))
+            == [caching.encode(text) for text in texts] * 3
+        )
 
 
 def streamed(decode, ids):
@@ -107,7 +127,9 @@ def streamed(decode, ids):
 def test_texts_of_tokens_add_up_to_the_text_of_all_of_them(tokenizer, pieces):
     ids = []
     for piece in pieces:
-        ids += [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False)
+        ids += (
+            [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False)
+        )
     decode = CachingTokenizer(tokenizer).decode
     assert "".join(streamed(decode, ids)) == decode(ids)
 
@@ -125,8 +147,12 @@ def test_bytes_that_are_no_character_are_text_after_a_while(tokenizer):
     assert max(decoded) < 100
 
 
-@pytest.mark.parametrize("config", [None, {"vocab_size": 10**6}, {"text_config": {"vocab_size": 10**6}}, {}])
-def test_a_model_can_sample_the_ids_of_its_embeddings_or_else_of_its_tokenizer(tokenizer, tmp_path, config):
+@pytest.mark.parametrize(
+    "config", [None, {"vocab_size": 10**6}, {"text_config": {"vocab_size": 10**6}}, {}]
+)
+def test_a_model_can_sample_the_ids_of_its_embeddings_or_else_of_its_tokenizer(
+    tokenizer, tmp_path, config
+):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     expected = 10**6 if config else len(tokenizer)

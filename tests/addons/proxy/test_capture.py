@@ -72,7 +72,9 @@ class TestHostsOfTheUser:
             ("https://openrouter.ai/api/v1/chat/completions", True),
         ],
     )
-    async def test_it_keeps_paths_that_only_a_prefix_makes_model_calls(self, capture, url, is_captured):
+    async def test_it_keeps_paths_that_only_a_prefix_makes_model_calls(
+        self, capture, url, is_captured
+    ):
         assert captured(capture, url=url).metadata.get(CAPTURED, False) is is_captured
 
 
@@ -86,7 +88,10 @@ class TestModelCalls:
             ("POST", "https://api.anthropic.com/v1/messages?beta=true"),
             ("POST", "https://api.anthropic.com/v1/messages/count_tokens"),
             ("POST", "https://api.openai.com/v1/responses"),
-            ("POST", "https://generativelanguage.googleapis.com/v1beta/models/m:streamGenerateContent?alt=sse"),
+            (
+                "POST",
+                "https://generativelanguage.googleapis.com/v1beta/models/m:streamGenerateContent?alt=sse",
+            ),
             ("GET", "https://api.openai.com/v1/models"),
             ("GET", "https://chatgpt.com/backend-api/codex/models?client_version=1"),
             ("POST", "https://gateway.example/openai/deployments/gpt/chat/completions?a=b"),
@@ -96,7 +101,10 @@ class TestModelCalls:
     def test_they_go_to_the_endpoint_and_nowhere_else(self, recorder, capture, method, url):
         flow = captured(capture, method, url)
         assert (flow.metadata[CAPTURED], flow.response) == (True, None)
-        assert flow.request.url == f"http://127.0.0.1:{recorder.endpoint.port}{request(method, url).request.path}"
+        assert (
+            flow.request.url
+            == f"http://127.0.0.1:{recorder.endpoint.port}{request(method, url).request.path}"
+        )
 
     @pytest.mark.parametrize(
         ("method", "url"),
@@ -138,7 +146,9 @@ class TestModelCalls:
         assert flow.request.headers["x-openai-subagent"] == "\\udcff\\x1b[2Jé"
         assert flow.request.path == "/v1/chat/completions?a=b%20c&d=%FF%1B%E9"
 
-    @pytest.mark.parametrize("path", [b"/\xff/v1/messages", b"/v1beta/models/a\x1b \xe9:generateContent", b"/\x1b/end"])
+    @pytest.mark.parametrize(
+        "path", [b"/\xff/v1/messages", b"/v1beta/models/a\x1b \xe9:generateContent", b"/\x1b/end"]
+    )
     def test_the_endpoint_finds_the_route_that_was_found_here(self, capture, path):
         flow = request()
         flow.request.data.path = path
@@ -152,10 +162,15 @@ class TestModelCalls:
             ("/v1/responses", ("refused", "a WebSocket, which is not served")),
             ("/", ("refused", "a WebSocket, which is not served")),
             ("/v1/realtime?model=m", ("uncaptured", "refused: OpenAI's Realtime API")),
-            ("/ws/google.ai.v1.Service.BidiGenerateContent", ("uncaptured", "refused: Google's Live API")),
+            (
+                "/ws/google.ai.v1.Service.BidiGenerateContent",
+                ("uncaptured", "refused: Google's Live API"),
+            ),
         ],
     )
-    def test_a_websocket_is_refused_so_that_codex_falls_back_at_once(self, recorder, capture, path, told):
+    def test_a_websocket_is_refused_so_that_codex_falls_back_at_once(
+        self, recorder, capture, path, told
+    ):
         flow = captured(capture, "GET", f"https://api.example{path}", {"Upgrade": "WebSocket"})
         assert (flow.response.status_code, CAPTURED in flow.metadata) == (426, False)
         (event,) = read_rows(recorder.endpoint.writer.run, "events")
@@ -171,18 +186,29 @@ class TestModelCalls:
         assert [CAPTURED in flow.metadata for flow in (answered, unknown)] == [False, False]
 
     def test_the_harnesss_keys_are_removed(self, capture):
-        keys = dict.fromkeys(("Authorization", "X-Api-Key", "x-goog-api-key", "Api-Key", "Cookie"), "secret")
+        keys = dict.fromkeys(
+            ("Authorization", "X-Api-Key", "x-goog-api-key", "Api-Key", "Cookie"), "secret"
+        )
         flow = captured(capture, headers={**keys, "user-agent": "harness"})
         assert "secret" not in flow.request.headers.values()
         assert flow.request.headers["user-agent"] == "harness"
 
     def test_a_harness_cannot_forge_the_headers_of_another_session(self, recorder, capture):
-        forged = {"X-Rolltap-Session": "s2", "x-rolltap-host": "x", "X-ROLLTAP-SECRET": "x", "x-rolltap-other": "x"}
+        forged = {
+            "X-Rolltap-Session": "s2",
+            "x-rolltap-host": "x",
+            "X-ROLLTAP-SECRET": "x",
+            "x-rolltap-other": "x",
+        }
         flow = request(headers=forged)
         flow.request.headers.add("x-rolltap-session", "s3")
         flow.request.headers["host"] = "spoofed.com"
         capture.requestheaders(flow)
-        ours = {name: value for name, value in flow.request.headers.items(multi=True) if name.startswith("x-rolltap-")}
+        ours = {
+            name: value
+            for name, value in flow.request.headers.items(multi=True)
+            if name.startswith("x-rolltap-")
+        }
         assert ours == recorder.endpoint.headers("s1", "api.openai.com")
         assert ours["x-rolltap-session"] == "s1"
 
@@ -198,9 +224,13 @@ class TestModelCalls:
 
         assert await status(dict(flow.request.headers)) == 400
         assert await status({}) == 403
-        assert [event["kind"] for event in read_rows(recorder.endpoint.writer.run, "events")] == ["rejected"]
+        assert [event["kind"] for event in read_rows(recorder.endpoint.writer.run, "events")] == [
+            "rejected"
+        ]
 
-    async def test_the_system_chooses_the_port_of_a_connection_to_the_endpoint(self, recorder, capture):
+    async def test_the_system_chooses_the_port_of_a_connection_to_the_endpoint(
+        self, recorder, capture
+    ):
         address = ("127.0.0.1", recorder.endpoint.port)
         data = ServerConnectionHookData(Server(address=address), captured(capture).client_conn)
         await ctx.master.addons.handle_lifecycle(ServerConnectHook(data))

@@ -28,7 +28,9 @@ OPTIONS = {
 
 @pytest.fixture
 async def egress(events):
-    addon = Egress(events.append, lambda client: "s1", lambda session: OPTIONS.get(session, SessionOptions()))
+    addon = Egress(
+        events.append, lambda client: "s1", lambda session: OPTIONS.get(session, SessionOptions())
+    )
     with taddons.context(Proxyserver(), Recorder(), addon) as context:
         context.configure(addon, rolltap_allow=["pypi.org", "*.PythonHosted.org"])
         yield addon
@@ -67,18 +69,23 @@ async def connect(egress, flow, address=None, error=None):
 
 @pytest.fixture(autouse=True)
 async def names(monkeypatch):
-    """Yield the addresses of a name, one list for each time that it is looked up; the last one stays."""
+    """Yield the addresses of a name, one list for each time that it is looked up; the last one
+    stays."""
     found = [["93.184.216.34"]]
 
     async def look_up(host, port, **how):
         addresses = found.pop(0) if len(found) > 1 else found[0]
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
+        ]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
     return found
 
 
-@pytest.mark.parametrize("url", ["https://pypi.org/simple/", "http://PyPI.org:80/", "https://files.pythonhosted.org/x"])
+@pytest.mark.parametrize(
+    "url", ["https://pypi.org/simple/", "http://PyPI.org:80/", "https://files.pythonhosted.org/x"]
+)
 async def test_allowed_hosts_are_reached(egress, events, url):
     flow = seen(egress, url)
     assert (flow.response, await connect(egress, flow)) == (None, None)
@@ -97,7 +104,9 @@ async def test_allowed_hosts_are_reached(egress, events, url):
         ("judge", "http://crates.io/", True),
     ],
 )
-async def test_a_sessions_own_hosts_stand_in_place_of_the_options(egress, events, session, url, reached):
+async def test_a_sessions_own_hosts_stand_in_place_of_the_options(
+    egress, events, session, url, reached
+):
     flow = seen(egress, url, **{SESSION: session})
     assert (flow.response is None) is reached
     assert (await connect(egress, flow) is None) is reached
@@ -108,11 +117,14 @@ async def test_a_sessions_own_hosts_stand_in_place_of_the_options(egress, events
 @pytest.mark.parametrize(("session", "reached"), [("judge", True), ("own", False)])
 async def test_a_private_address_needs_a_pattern_of_the_session(egress, names, session, reached):
     names[:] = [["10.0.0.1"]]
-    assert (await connect(egress, seen(egress, "https://crates.io/", **{SESSION: session})) is None) is reached
+    assert (
+        await connect(egress, seen(egress, "https://crates.io/", **{SESSION: session})) is None
+    ) is reached
 
 
 @pytest.mark.parametrize(
-    ("url", "told"), [("https://crates.io/v9/messages", []), ("https://a.example/v1/responses", ["refused"])]
+    ("url", "told"),
+    [("https://crates.io/v9/messages", []), ("https://a.example/v1/responses", ["refused"])],
 )
 def test_a_request_of_a_judge_is_no_model_call_that_was_missed(egress, events, url, told):
     seen(egress, url, "POST", **{SESSION: "judge"})
@@ -217,10 +229,16 @@ def test_what_is_let_through_is_streamed_both_ways(egress, metadata):
 
 
 def test_a_tunnel_is_answered_without_connecting_and_carries_http_alone(egress):
-    assert (ctx.options.connection_strategy, ctx.options.upstream_cert, ctx.options.rawtcp) == ("lazy", False, False)
+    assert (ctx.options.connection_strategy, ctx.options.upstream_cert, ctx.options.rawtcp) == (
+        "lazy",
+        False,
+        False,
+    )
 
 
-@pytest.mark.parametrize(("metadata", "answer"), [({CAPTURED: True}, None), ({}, http.Response.make(407))])
+@pytest.mark.parametrize(
+    ("metadata", "answer"), [({CAPTURED: True}, None), ({}, http.Response.make(407))]
+)
 def test_model_calls_pass_and_an_answer_that_is_there_stays(egress, events, metadata, answer):
     flow = request(**metadata)
     flow.response = answer
@@ -238,7 +256,10 @@ INTERACTIONS = f"the recorder does not serve Google's Interactions API. {USE}"
     ("url", "told"),
     [
         ("https://api.openai.com/v1/completions", ["refused"]),
-        ("https://bedrock.amazonaws.com/model/m/invoke-with-response-stream", [f"refused: {BEDROCK}"]),
+        (
+            "https://bedrock.amazonaws.com/model/m/invoke-with-response-stream",
+            [f"refused: {BEDROCK}"],
+        ),
         ("https://bedrock.amazonaws.com/model/m/converse", [f"refused: {BEDROCK}"]),
         ("https://google.com/v1beta/interactions", [f"refused: {INTERACTIONS}"]),
         ("https://pypi.org/v1beta/interactions", ["let through"]),
@@ -248,22 +269,36 @@ INTERACTIONS = f"the recorder does not serve Google's Interactions API. {USE}"
         (f"https://a.example{NEAR}", ["refused: did you mean /v1/chat/completions?"]),
         ("https://pypi.org/v9/messages?beta=true", ["let through"]),
         ("https://pypi.org/v1/chat/%63ompletions/", ["let through"]),
-        ("https://pypi.org/v1/message", []),  # nearly the path of a model call: the business of an allowed host
+        (
+            "https://pypi.org/v1/message",
+            [],
+        ),  # nearly the path of a model call: the business of an allowed host
     ],
 )
-def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_with_advice(egress, events, url, told):
+def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_with_advice(
+    egress, events, url, told
+):
     flow = seen(egress, url, "POST")
-    assert [(event.kind, event.detail) for event in events] == [("uncaptured", detail) for detail in told]
+    assert [(event.kind, event.detail) for event in events] == [
+        ("uncaptured", detail) for detail in told
+    ]
     if url.endswith(NEAR):
         error = json.loads(flow.response.content)["error"]["message"]
-        assert error == f"POST {flow.request.path} is not served here: {told[0].removeprefix('refused: ')}"
+        assert (
+            error
+            == f"POST {flow.request.path} is not served here: {told[0].removeprefix('refused: ')}"
+        )
 
 
 @pytest.mark.parametrize(
     ("url", "headers", "error"),
     [
         ("https://api.openai.com/v1/embeddings", {}, {"error": {"code": "not_found"}}),
-        ("https://api.anthropic.com/v1/files", {"anthropic-version": "1"}, {"error": {"type": "not_found_error"}}),
+        (
+            "https://api.anthropic.com/v1/files",
+            {"anthropic-version": "1"},
+            {"error": {"type": "not_found_error"}},
+        ),
         ("https://google.com/v1beta/cachedContents", {}, {"error": {"status": "NOT_FOUND"}}),
     ],
 )
@@ -277,11 +312,22 @@ def test_an_unknown_path_of_a_model_api_gets_that_apis_404(egress, url, headers,
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["10.0.0.1", "169.254.169.254"]])
-async def test_a_host_with_private_addresses_alone_is_not_connected_to(egress, events, names, addresses):
+async def test_a_host_with_private_addresses_alone_is_not_connected_to(
+    egress, events, names, addresses
+):
     names[:] = [addresses]
-    assert "does not let sessions connect" in await connect(egress, seen(egress, "https://pypi.org/"))
+    assert "does not let sessions connect" in await connect(
+        egress, seen(egress, "https://pypi.org/")
+    )
     assert [(event.session_id, event.host, event.detail) for event in events] == [
-        ("s1", "pypi.org", f"the host has the address {addresses[0]}, which is not public: allow {addresses[0]}:443")
+        (
+            "s1",
+            "pypi.org",
+            (
+                f"the host has the address {addresses[0]}, which is not public: allow"
+                f" {addresses[0]}:443"
+            ),
+        )
     ]
 
 
@@ -305,22 +351,34 @@ async def test_a_connection_gets_the_addresses_that_were_checked(egress, events,
     assert events == []
 
 
-@pytest.mark.parametrize("error", [OSError("no such host"), UnicodeError("label too long"), asyncio.CancelledError()])
-async def test_a_lookup_that_fails_or_is_cancelled_ends_the_connection_and_is_told(egress, monkeypatch, error):
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", mock.AsyncMock(side_effect=error))
-    assert await connect(egress, seen(egress, "https://pypi.org/")) == (str(error) or "connection cancelled")
+@pytest.mark.parametrize(
+    "error", [OSError("no such host"), UnicodeError("label too long"), asyncio.CancelledError()]
+)
+async def test_a_lookup_that_fails_or_is_cancelled_ends_the_connection_and_is_told(
+    egress, monkeypatch, error
+):
+    monkeypatch.setattr(
+        asyncio.get_running_loop(), "getaddrinfo", mock.AsyncMock(side_effect=error)
+    )
+    assert await connect(egress, seen(egress, "https://pypi.org/")) == (
+        str(error) or "connection cancelled"
+    )
 
 
 def test_bytes_of_a_tunnel_are_refused_with_its_host_and_port(egress, events):
     context = Context(tflow.tclient_conn(), ctx.options)
     context.server.address = ("a.example", 22)
     egress._report(context, None, "not an HTTP/1.1 request")
-    assert [(event.host, event.detail) for event in events] == [("a.example", "not an HTTP/1.1 request (port 22)")]
+    assert [(event.host, event.detail) for event in events] == [
+        ("a.example", "not an HTTP/1.1 request (port 22)")
+    ]
 
 
 def test_a_wrong_pattern_is_an_error_of_the_start(egress, caplog):
     ctx.options.rolltap_allow = ["pypi.org", "pypi.org:https"]
-    assert caplog.messages == ["rolltap_allow: 'pypi.org:https' has the port 'https': give a number up to 65535, or *"]
+    assert caplog.messages == [
+        "rolltap_allow: 'pypi.org:https' has the port 'https': give a number up to 65535, or *"
+    ]
     assert egress._patterns == frozenset()
 
 

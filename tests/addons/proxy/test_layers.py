@@ -24,7 +24,9 @@ def test_an_error_in_a_layer_closes_its_connection_and_is_reported(monkeypatch):
 
     assert list(http.handle_event(events.Start())) == []
     monkeypatch.setattr(http, "make_stream", fail)
-    sent = [command for command in http.handle_event(received) if not isinstance(command, commands.Log)]
+    sent = [
+        command for command in http.handle_event(received) if not isinstance(command, commands.Log)
+    ]
     assert [type(command) for command in sent] == [commands.CloseConnection]
     ((where, _, reason),) = reports
     assert (where, reason) == (
@@ -37,11 +39,18 @@ def test_an_error_in_a_layer_closes_its_connection_and_is_reported(monkeypatch):
 @pytest.mark.parametrize("ours", [True, False])
 def test_what_our_own_endpoint_sends_is_not_counted(ours):
     context = Context(tclient_conn(), options.Options())
-    http = Http(context, HTTPMode.regular, lambda *report: None, lambda client: ours and client is context.client)
+    http = Http(
+        context,
+        HTTPMode.regular,
+        lambda *report: None,
+        lambda client: ours and client is context.client,
+    )
     context.server = Server(address=("127.0.0.1", 1))
     context.server.state = ConnectionState.OPEN
     client = http.connections[context.server] = HttpClient(context)
-    assert [type(command) for command in client.handle_event(events.Start())] == [RegisterHttpConnection]
+    assert [type(command) for command in client.handle_event(events.Start())] == [
+        RegisterHttpConnection
+    ]
     http.waiting_for_establishment[context.server] = []
     assert list(http.register_connection(RegisterHttpConnection(context.server, None))) == []
     assert (type(client.child_layer) is Http1Client) == ours
@@ -74,7 +83,9 @@ def test_a_body_is_read_wherever_a_read_ends_and_without_its_trailers(chunks, tr
     assert not buf
 
 
-@pytest.mark.parametrize("sent", [b"x\r\n", b"\r\n", b"1\r\nxyz", b"1" * 21 + b"\r\n", b"1;\n\r\n", b" 1\r\nx\r\n"])
+@pytest.mark.parametrize(
+    "sent", [b"x\r\n", b"\r\n", b"1\r\nxyz", b"1" * 21 + b"\r\n", b"1;\n\r\n", b" 1\r\nx\r\n"]
+)
 def test_a_malformed_chunk_is_refused(sent):
     with pytest.raises(h11.ProtocolError):
         read(Chunks(), ReceiveBuffer(), b"2\r\nab\r\n" + sent)
@@ -82,6 +93,9 @@ def test_a_malformed_chunk_is_refused(sent):
 
 def test_short_events_are_no_flood_and_single_bytes_are():
     reader, buf = Chunks(), ReceiveBuffer()
-    assert all(read(reader, buf, b"10\r\n0123456789abcdef\r\n" * 1000)[0] for _ in range(CHUNK_BURST // 500))
+    assert all(
+        read(reader, buf, b"10\r\n0123456789abcdef\r\n" * 1000)[0]
+        for _ in range(CHUNK_BURST // 500)
+    )
     with pytest.raises(h11.ProtocolError, match="too many chunks of less than 16 bytes"):
         read(reader, buf, b"1\r\nx\r\n" * (2 * CHUNK_BURST))

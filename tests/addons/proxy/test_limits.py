@@ -40,14 +40,18 @@ def status(flow):
     return flow.response.status_code if flow.response else None
 
 
-async def test_a_session_with_too_many_connections_loses_its_oldest_one_without_a_request(descriptors, events, closed):
+async def test_a_session_with_too_many_connections_loses_its_oldest_one_without_a_request(
+    descriptors, events, closed
+):
     first, second = ask(descriptors), ask(descriptors)
     other = ask(descriptors, session="s2")
     for flow in (other, second, first):
         descriptors.response(flow)
     assert [status(ask(descriptors)) for _ in range(2)] == [None, None]
     assert closed == [first.client_conn, second.client_conn]
-    assert [(event.session_id, event.detail) for event in events] == [("s1", "closed to make room for others")] * 2
+    assert [(event.session_id, event.detail) for event in events] == [
+        ("s1", "closed to make room for others")
+    ] * 2
 
 
 @pytest.mark.parametrize("end", ["response", "error"])
@@ -65,7 +69,9 @@ async def test_a_session_whose_connections_all_have_a_request_gets_429_until_one
     assert closed == [running[1].client_conn]
 
 
-async def test_of_too_many_connections_of_all_sessions_the_least_recently_used_is_closed(descriptors, closed):
+async def test_of_too_many_connections_of_all_sessions_the_least_recently_used_is_closed(
+    descriptors, closed
+):
     asked = [ask(descriptors, session=f"s{i}") for i in range(8)]
     for flow in (asked[5], asked[2]):
         descriptors.response(flow)
@@ -73,7 +79,9 @@ async def test_of_too_many_connections_of_all_sessions_the_least_recently_used_i
     assert closed == [asked[5].client_conn]
 
 
-async def test_when_all_connections_have_a_request_another_session_gets_503(descriptors, events, closed):
+async def test_when_all_connections_have_a_request_another_session_gets_503(
+    descriptors, events, closed
+):
     running = [ask(descriptors, session=f"s{i}") for i in range(8)]
     refused = ask(descriptors, session="late")
     assert status(refused) == 503
@@ -83,7 +91,9 @@ async def test_when_all_connections_have_a_request_another_session_gets_503(desc
     assert closed == [running[3].client_conn]
 
 
-async def test_the_request_that_ends_a_session_takes_the_place_of_another_one_of_it(descriptors, closed):
+async def test_the_request_that_ends_a_session_takes_the_place_of_another_one_of_it(
+    descriptors, closed
+):
     running = [ask(descriptors) for _ in range(2)]
     assert status(ask(descriptors, url="http://session.rolltap/end")) is None
     assert closed == [running[0].client_conn]
@@ -125,14 +135,21 @@ async def test_a_connection_without_credentials_is_closed_after_a_while(descript
     refused = tflow.tflow(client_conn=wrong)
     refused.response = http.Response.make(407)
     descriptors.http_connect(refused)
-    assert [deadlines[client].cancelled() for client in (silent, known, tunnel, wrong)] == [False, True, True, False]
+    assert [deadlines[client].cancelled() for client in (silent, known, tunnel, wrong)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     for deadline in deadlines.values():
         if not deadline.cancelled():
             deadline._run()
     assert closed == [silent, wrong]
 
 
-async def test_of_too_many_connections_without_credentials_the_oldest_is_closed(descriptors, closed):
+async def test_of_too_many_connections_without_credentials_the_oldest_is_closed(
+    descriptors, closed
+):
     first, second, *_ = (connect(descriptors) for _ in range(STRANGERS + 2))
     assert closed == [first, second]
 

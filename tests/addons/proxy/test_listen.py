@@ -54,7 +54,9 @@ def test_other_machines_are_let_in_with_a_secret_only(
     context.configure(listen, **options)
     refusals = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert (refusals == []) == accepted
-    assert all("other machines can reach: set rolltap_secret_file, or" in refusal for refusal in refusals)
+    assert all(
+        "other machines can reach: set rolltap_secret_file, or" in refusal for refusal in refusals
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,11 +96,15 @@ class TestReady:
 
     async def test_a_later_change_to_an_open_address_is_refused(self, context, announce):
         listen = await announce("")
-        with pytest.raises(exceptions.OptionsError, match="other machines can reach: set rolltap_secret_file, or"):
+        with pytest.raises(
+            exceptions.OptionsError, match="other machines can reach: set rolltap_secret_file, or"
+        ):
             context.configure(listen, listen_host="0.0.0.0")
         assert ctx.options.listen_host == "127.0.0.1"
 
-    async def test_a_file_that_cannot_be_written_stops_the_recorder_with_a_message(self, announce, tmp_path, caplog):
+    async def test_a_file_that_cannot_be_written_stops_the_recorder_with_a_message(
+        self, announce, tmp_path, caplog
+    ):
         await announce(tmp_path / "nowhere" / "ready.json")
         assert "rolltap_ready: [Errno 2] No such file or directory" in caplog.text
         assert ctx.master.should_exit.is_set()

@@ -14,11 +14,16 @@ SECRET = "key"
 
 def credentials(session_id, given=None):
     given = password(SECRET, session_id) if given is None else given
-    return {"proxy-authorization": "Basic " + base64.b64encode(f"{session_id}:{given}".encode()).decode()}
+    return {
+        "proxy-authorization": "Basic "
+        + base64.b64encode(f"{session_id}:{given}".encode()).decode()
+    }
 
 
 def request(method="GET", url="http://example.com/", headers=None, client=None):
-    return tflow.tflow(req=http.Request.make(method, url, headers=headers or {}), client_conn=client)
+    return tflow.tflow(
+        req=http.Request.make(method, url, headers=headers or {}), client_conn=client
+    )
 
 
 @pytest.fixture
@@ -37,7 +42,9 @@ async def sessions(events, secret_file):
         yield addon
 
 
-def test_the_credentials_of_a_tunnel_name_the_session_of_every_request_in_it_and_of_no_other(sessions):
+def test_the_credentials_of_a_tunnel_name_the_session_of_every_request_in_it_and_of_no_other(
+    sessions,
+):
     connect = request("CONNECT", "https://example.com/", credentials("s1"))
     sessions.http_connect(connect)
     assert connect.response is None
@@ -67,7 +74,13 @@ class TestCredentials:
 
     @pytest.mark.parametrize(
         ("session_id", "password"),
-        [("s1", "wrong"), ("s1", password(SECRET, "s2")), ("s1", "é"), ("", ""), ("", password(SECRET, ""))],
+        [
+            ("s1", "wrong"),
+            ("s1", password(SECRET, "s2")),
+            ("s1", "é"),
+            ("", ""),
+            ("", password(SECRET, "")),
+        ],
         ids=["wrong", "another session's", "not ASCII", "empty", "empty session"],
     )
     def test_wrong_ones_are_refused_and_recorded(self, authenticate, events, session_id, password):
@@ -77,9 +90,16 @@ class TestCredentials:
         assert SESSION not in flow.metadata
         assert "proxy-authorization" not in flow.request.headers
         (event,) = events
-        assert (event.kind, event.session_id, event.host, event.method) == ("unauthorised", None, "example.com", "POST")
+        assert (event.kind, event.session_id, event.host, event.method) == (
+            "unauthorised",
+            None,
+            "example.com",
+            "POST",
+        )
 
-    @pytest.mark.parametrize("header", [{}, {"proxy-authorization": "Bearer x"}, {"proxy-authorization": "Basic *"}])
+    @pytest.mark.parametrize(
+        "header", [{}, {"proxy-authorization": "Bearer x"}, {"proxy-authorization": "Basic *"}]
+    )
     def test_without_any_the_client_is_asked_for_them(self, authenticate, events, header):
         flow = request(headers=header)
         authenticate(flow)
@@ -96,7 +116,9 @@ class TestCredentials:
         assert flow.response.status_code == 407
 
 
-async def test_any_password_is_accepted_without_a_secret_and_none_if_it_cannot_be_read(secret_file, caplog):
+async def test_any_password_is_accepted_without_a_secret_and_none_if_it_cannot_be_read(
+    secret_file, caplog
+):
     secret_file.chmod(0o640)
     sessions = Sessions([].append)
 
@@ -109,4 +131,6 @@ async def test_any_password_is_accepted_without_a_secret_and_none_if_it_cannot_b
         assert session("anything") == "s1"
         context.configure(sessions, rolltap_secret_file=str(secret_file))
         assert "rolltap_secret_file: other users may read the secret in" in caplog.text
-        assert {session(given) for given in (SECRET, "", password("", "s1"), password(SECRET, "s1"))} == {407}
+        assert {
+            session(given) for given in (SECRET, "", password("", "s1"), password(SECRET, "s1"))
+        } == {407}

@@ -1,4 +1,5 @@
-"""Kills and full or read-only disks: committed calls stay, and a reader returns only complete commits."""
+"""Kills and full or read-only disks: committed calls stay, and a reader returns only complete
+commits."""
 
 import json
 import random
@@ -32,7 +33,9 @@ def test_no_kill_loses_a_committed_call_or_leaves_a_half_one(tmp_path):
     rows = list(read_rows(tmp_path, "calls"))
     for row in rows:
         expected = make_call(*map(int, row["call_id"].split("-"))).to_row()
-        assert row["digest"] == row_digest(row, CALL_SCHEMA) == row_digest(expected, CALL_SCHEMA), row["call_id"]
+        assert row["digest"] == row_digest(row, CALL_SCHEMA) == row_digest(expected, CALL_SCHEMA), (
+            row["call_id"]
+        )
     found = [row["call_id"] for row in rows]
     assert len(set(found)) == len(found)
     assert {call_id for ids in committed for call_id in ids} <= set(found)
@@ -66,12 +69,16 @@ def test_a_full_disk_loses_nothing_and_the_writer_goes_on_when_there_is_room(sma
     assert result["committed"] > BALLAST
 
 
-def test_a_folder_that_becomes_read_only_is_an_error_until_it_can_be_written_again(small_disk, tmp_path):
+def test_a_folder_that_becomes_read_only_is_an_error_until_it_can_be_written_again(
+    small_disk, tmp_path
+):
     result = writers("read_only", tmp_path, command=small_disk("2m", tmp_path))
     assert result == {"errors": ["EACCES", "EROFS"], "events": 1}
 
 
 def test_metadata_keeps_the_notes_of_several_processes(tmp_path):
     noted = writers("metadata", tmp_path)
-    assert {entry["recorder"] for entry in noted["recorders"]} == {f"{p}-{n}" for p in range(4) for n in range(10)}
+    assert {entry["recorder"] for entry in noted["recorders"]} == {
+        f"{p}-{n}" for p in range(4) for n in range(10)
+    }
     assert noted["engines"] == {f"http://{process}": {"version": 9} for process in range(4)}

@@ -31,7 +31,10 @@ def files(run):
 
 
 def rows(index):
-    return {s: [i for b in index.batches(s) for i in b["call_id"].to_pylist()] for s in index.session_ids}
+    return {
+        s: [i for b in index.batches(s) for i in b["call_id"].to_pylist()]
+        for s in index.session_ids
+    }
 
 
 def test_a_file_that_is_compacted_while_the_index_is_open_has_the_same_rows(run, files):

@@ -18,7 +18,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "cannot be read"), ("[]", "should be an object"), ("{}", "has no schema_version")]
+    ("text", "words"),
+    [("{", "cannot be read"), ("[]", "should be an object"), ("{}", "has no schema_version")],
 )
 def test_damaged_metadata_is_refused(run, text, words):
     (run / "run.json").write_text(text)
@@ -33,7 +34,9 @@ def test_a_run_keeps_its_first_metadata(run):
 
 @pytest.mark.parametrize("key", ["tokenizer_sha256", "chat_template_sha256"])
 @pytest.mark.parametrize("recorded", [{"tokenizer_sha256": "a", "chat_template_sha256": "a"}, {}])
-def test_another_tokenizer_or_template_is_refused_and_any_where_it_is_unknown(tmp_path, recorded, key):
+def test_another_tokenizer_or_template_is_refused_and_any_where_it_is_unknown(
+    tmp_path, recorded, key
+):
     for _ in range(2):
         write_metadata(tmp_path, recorded)
     with pytest.raises(RunError, match=f"recorded with another {key.removesuffix('_sha256')}"):
@@ -43,7 +46,10 @@ def test_another_tokenizer_or_template_is_refused_and_any_where_it_is_unknown(tm
 def test_equal_recorders_are_noted_once(run):
     for temperature in (1.0, 0.7, 1.0):
         add_recorder(run, {"sampling": {"temperature": temperature}})
-    assert [each["sampling"]["temperature"] for each in read_metadata(run)["recorders"]] == [1.0, 0.7]
+    assert [each["sampling"]["temperature"] for each in read_metadata(run)["recorders"]] == [
+        1.0,
+        0.7,
+    ]
 
 
 def test_an_engine_that_changed_is_noted_as_it_is(run):

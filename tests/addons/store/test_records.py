@@ -6,7 +6,10 @@ from rolltap.addons.store.records import SENTINEL_LOGPROB, Call, VersionSpan, fi
 
 
 def spans(*places):
-    return [VersionSpan(version=str(number), start=start, end=end) for number, (start, end) in enumerate(places)]
+    return [
+        VersionSpan(version=str(number), start=start, end=end)
+        for number, (start, end) in enumerate(places)
+    ]
 
 
 class TestFindViolation:
@@ -18,7 +21,12 @@ class TestFindViolation:
             ([7, 8, 9], [-0.5] * 3, spans((0, 1), (1, 3))),
             ([], [], []),
         ],
-        ids=["probability one is allowed", "very unlikely", "weights changed within the call", "nothing sampled"],
+        ids=[
+            "probability one is allowed",
+            "very unlikely",
+            "weights changed within the call",
+            "nothing sampled",
+        ],
     )
     def test_sound_tokens_have_none(self, completion_ids, logprobs, versions):
         assert find_violation(completion_ids, logprobs, versions) is None
@@ -57,7 +65,11 @@ class TestFindViolation:
 
 
 class TestRows:
-    @pytest.mark.parametrize(("prefix", "stored"), [(0, [1, 2, 3, 4]), (3, [4])], ids=["root", "after its parent"])
+    @pytest.mark.parametrize(
+        ("prefix", "stored"), [(0, [1, 2, 3, 4]), (3, [4])], ids=["root", "after its parent"]
+    )
     def test_a_call_stores_only_the_suffix_after_its_parent(self, prefix, stored):
-        row = Call(session_id="s", call_id="1", prompt_ids=[1, 2, 3, 4], prefix_length=prefix).to_row()
+        row = Call(
+            session_id="s", call_id="1", prompt_ids=[1, 2, 3, 4], prefix_length=prefix
+        ).to_row()
         assert (row["prompt_length"], row["prompt_tail_ids"]) == (4, stored)

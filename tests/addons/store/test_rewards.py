@@ -34,7 +34,11 @@ def test_a_session_of_which_only_calls_are_known_gets_a_row(writer):
 
 
 def test_both_rows_are_kept(writer):
-    writer.add_session(Session(session_id="s", status="failed", exit_status=1, error="it fell", evidence={"log": "x"}))
+    writer.add_session(
+        Session(
+            session_id="s", status="failed", exit_status=1, error="it fell", evidence={"log": "x"}
+        )
+    )
     give_reward(writer, "s", reward(0.5))
     give_reward(writer, "s", reward(1), change=True)
     rows = session_rows(writer.run, "s")

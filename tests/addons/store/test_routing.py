@@ -1,4 +1,5 @@
-"""The experts of calls behind a stand-in of vLLM that returns them as vLLM does: its CPU build cannot."""
+"""The experts of calls behind a stand-in of vLLM that returns them as vLLM does: its CPU build
+cannot."""
 
 import base64
 import io
@@ -18,7 +19,9 @@ LAYERS, TOP_K = 3, 2
 
 def chosen(ids, dtype=np.uint8):
     """The experts of tokens: each has its own."""
-    return (np.array(ids)[:, None, None] + np.arange(LAYERS)[:, None] * 7 + np.arange(TOP_K) * 3).astype(dtype) % 200
+    return (
+        np.array(ids)[:, None, None] + np.arange(LAYERS)[:, None] * 7 + np.arange(TOP_K) * 3
+    ).astype(dtype) % 200
 
 
 def encoded(experts):
@@ -59,11 +62,21 @@ async def test_a_call_has_the_experts_from_the_last_token_of_its_parent_on(route
     parent, child = routed.calls()
     first, second = read_rows(routed.run, "routing")
     assert child["parent_id"] == parent["call_id"] == first["call_id"]
-    ids = [*parent["prompt_tail_ids"], *parent["completion_ids"], *child["prompt_tail_ids"], *child["completion_ids"]]
+    ids = [
+        *parent["prompt_tail_ids"],
+        *parent["completion_ids"],
+        *child["prompt_tail_ids"],
+        *child["completion_ids"],
+    ]
     known = len(parent["prompt_tail_ids"] + parent["completion_ids"]) - 1
     assert (first["first"], second["first"]) == (0, known)
     assert first["experts"] + second["experts"] == chosen(ids[:-1]).tobytes()
-    assert (second["layers"], second["top_k"], second["expert_bytes"], second["missing"]) == (LAYERS, TOP_K, 1, None)
+    assert (second["layers"], second["top_k"], second["expert_bytes"], second["missing"]) == (
+        LAYERS,
+        TOP_K,
+        1,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,9 @@ async def test_a_call_has_the_experts_from_the_last_token_of_its_parent_on(route
     ],
     ids=["none", "too few", "broken"],
 )
-async def test_a_call_without_experts_is_kept_and_says_why(routed, scripted_engine, answers, experts, missing):
+async def test_a_call_without_experts_is_kept_and_says_why(
+    routed, scripted_engine, answers, experts, missing
+):
     scripted_engine.otherwise = lambda body: answers(body, experts)
     status, _ = await routed.ask(user())
     [call], [routing] = routed.calls(), read_rows(routed.run, "routing")
@@ -90,7 +105,9 @@ async def test_experts_that_cannot_be_written_cost_no_call(routed, monkeypatch):
 
     add_batch = routed.endpoint.writer.add_batch
     monkeypatch.setattr(
-        routed.endpoint.writer, "add_batch", lambda name, row: full() if name == "routing" else add_batch(name, row)
+        routed.endpoint.writer,
+        "add_batch",
+        lambda name, row: full() if name == "routing" else add_batch(name, row),
     )
     assert (await routed.ask(user()))[0] == 200
     assert [call["status"] for call in routed.calls()] == ["completed"]
@@ -106,4 +123,7 @@ def test_more_than_256_experts_take_two_bytes():
     call = make_call(1, [5, 6], [7])
     routing = make_routing(call, encoded(chosen([5, 6], np.uint16) + 300))
     assert (routing.expert_bytes, len(routing.experts)) == (2, 2 * 2 * LAYERS * TOP_K)
-    assert np.frombuffer(routing.experts, "<u2").tolist() == (chosen([5, 6], np.uint16) + 300).ravel().tolist()
+    assert (
+        np.frombuffer(routing.experts, "<u2").tolist()
+        == (chosen([5, 6], np.uint16) + 300).ravel().tolist()
+    )

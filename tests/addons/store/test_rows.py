@@ -14,7 +14,12 @@ from rolltap.addons.store.tables import checked_rows
 from tests.deep import examples
 from tests.factories import START, make_call
 
-CALL = make_call("c", [1, 2], [3, 4], messages=json.dumps([{"role": "user", "content": "café"}], ensure_ascii=False))
+CALL = make_call(
+    "c",
+    [1, 2],
+    [3, 4],
+    messages=json.dumps([{"role": "user", "content": "café"}], ensure_ascii=False),
+)
 TABLES = {
     "calls": (CALL_SCHEMA, CALL.to_row()),
     "sessions": (SESSION_SCHEMA, Session(session_id="s", status="completed").to_row()),
@@ -24,12 +29,17 @@ COLUMNS = [(table, name) for table, (_, row) in TABLES.items() for name in row]
 odd = st.one_of(
     st.none(),
     st.text(st.characters(), max_size=5),
-    st.sampled_from(["\ud800", "a\udfffb", "\ud83d\ude00", "\x00", b"bytes", object(), {}, [], True]),
+    st.sampled_from(
+        ["\ud800", "a\udfffb", "\ud83d\ude00", "\x00", b"bytes", object(), {}, [], True]
+    ),
     st.integers(-(2**70), 2**70),
     st.sampled_from([2**31 - 1, 2**31, -(2**31) - 1]),
     st.floats(),
     st.lists(st.integers(-(2**40), 2**40) | st.none() | st.floats(), max_size=3),
-    st.lists(st.fixed_dictionaries({"version": st.text(max_size=3) | st.none(), "start": st.integers()}), max_size=2),
+    st.lists(
+        st.fixed_dictionaries({"version": st.text(max_size=3) | st.none(), "start": st.integers()}),
+        max_size=2,
+    ),
     st.datetimes(timezones=st.just(UTC)),
 )
 
@@ -71,7 +81,10 @@ HALF, WHOLE = ([{"version": version, "start": 0, "end": 2}] for version in ("\ud
 
 @pytest.mark.parametrize(
     ("column", "value", "kept"),
-    [*((column, "a\ud800b\U0001f600", "a\ufffdb\U0001f600") for column in TEXTS), ("weight_versions", HALF, WHOLE)],
+    [
+        *((column, "a\ud800b\U0001f600", "a\ufffdb\U0001f600") for column in TEXTS),
+        ("weight_versions", HALF, WHOLE),
+    ],
 )
 def test_a_lone_surrogate_becomes_a_replacement_character(column, value, kept, caplog):
     found = stored("calls", {**TABLES["calls"][1], column: value})
@@ -89,7 +102,8 @@ def test_a_value_that_does_not_fit_is_named_in_the_row_and_in_the_log(caplog):
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("completion_ids", [3, 2**40]), ("logprobs", ["x"]), ("kind", 5), ("prompt_length", 2**31)]
+    ("column", "value"),
+    [("completion_ids", [3, 2**40]), ("logprobs", ["x"]), ("kind", 5), ("prompt_length", 2**31)],
 )
 def test_a_call_whose_tokens_cannot_be_written_is_not_trained_on(column, value):
     found = stored("calls", {**TABLES["calls"][1], column: value})
@@ -117,7 +131,8 @@ def at(seconds):
 
 
 def call(start, first, *spans):
-    """Return a call that started and sampled its first token at times in seconds; a span is a version and a length."""
+    """Return a call that started and sampled its first token at times in seconds; a span is a
+    version and a length."""
     position, rows = 0, []
     for version, length in spans:
         rows.append({"version": version, "start": position, "end": position + length})

@@ -90,7 +90,9 @@ def test_null_and_empty_values_have_different_digests():
 
 
 def test_moving_tokens_to_the_next_column_changes_the_digest():
-    assert digest(prompt_tail_ids=[1, 2], completion_ids=[3]) != digest(prompt_tail_ids=[1], completion_ids=[2, 3])
+    assert digest(prompt_tail_ids=[1, 2], completion_ids=[3]) != digest(
+        prompt_tail_ids=[1], completion_ids=[2, 3]
+    )
 
 
 def test_another_float_or_time_has_another_digest():
@@ -99,7 +101,10 @@ def test_another_float_or_time_has_another_digest():
 
 
 def test_a_whole_number_in_a_column_of_floats_is_a_float():
-    rewards = [row_digest({**SESSION.to_row(), "reward": reward}, SESSION_SCHEMA) for reward in (1, 1.0, np.float64(1))]
+    rewards = [
+        row_digest({**SESSION.to_row(), "reward": reward}, SESSION_SCHEMA)
+        for reward in (1, 1.0, np.float64(1))
+    ]
     assert len(set(rewards)) == 1
 
 
@@ -114,7 +119,15 @@ def test_a_whole_number_in_a_column_of_floats_is_a_float():
         {"logprobs": [-0.5, float(np.float32(-0.1))]},
         {"logprobs": [-0.5, math.nextafter(float(np.float32(-0.1)), 0)]},
     ],
-    ids=["int64", "int32", "stride", "time zone", "order of a span's columns", "a float as stored", "a near float"],
+    ids=[
+        "int64",
+        "int32",
+        "stride",
+        "time zone",
+        "order of a span's columns",
+        "a float as stored",
+        "a near float",
+    ],
 )
 def test_equal_values_have_the_same_digest(changes):
     assert digest(**changes) == digest()

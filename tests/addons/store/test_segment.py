@@ -16,7 +16,9 @@ SCHEMA = pa.schema([("session_id", pa.string()), ("number", pa.int32()), ("text"
 def batch(*numbers, sessions="s", length=10):
     """Return a commit. Row k belongs to the session named by the k-th letter."""
     ids = [sessions[k % len(sessions)] for k in range(len(numbers))]
-    return pa.record_batch([ids, pa.array(numbers, pa.int32()), ["é" * length] * len(numbers)], schema=SCHEMA)
+    return pa.record_batch(
+        [ids, pa.array(numbers, pa.int32()), ["é" * length] * len(numbers)], schema=SCHEMA
+    )
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ def read(path):
         return [number for _, rows in reader for number in numbers_of(rows)], reader.damage
 
 
-def test_a_file_without_the_later_columns_has_no_values_there_and_one_without_others_is_damaged(path):
+def test_a_file_without_the_later_columns_has_no_values_there_and_one_without_others_is_damaged(
+    path,
+):
     later = sorted(LATER_COLUMNS)[0]
     table = pa.schema([*SCHEMA, (later, pa.float64()), ("last", pa.string())])
     earlier = pa.schema([*SCHEMA, ("last", pa.string())])
@@ -66,7 +70,11 @@ def test_a_file_without_the_later_columns_has_no_values_there_and_one_without_ot
         with SegmentReader(path, table) as reader:
             rows = pa.Table.from_batches([rows for _, rows in reader])
         assert rows.schema.names == table.names
-        assert (numbers_of(rows), rows[later].null_count, rows["last"].to_pylist()) == ([1, 2], 2, ["a", "b"])
+        assert (numbers_of(rows), rows[later].null_count, rows["last"].to_pylist()) == (
+            [1, 2],
+            2,
+            ["a", "b"],
+        )
         compact(path)
     with SegmentReader(path, pa.schema([*table, ("more", pa.string())])) as reader:
         assert [*reader] == []
@@ -86,7 +94,8 @@ def read_stream(source):
 
 @pytest.fixture
 def every_write(monkeypatch):
-    """Split writes into pieces of at most 300 bytes. Return the list of functions to call after each piece."""
+    """Split writes into pieces of at most 300 bytes. Return the list of functions to call after
+    each piece."""
     looks = []
     real = os.pwrite
 
@@ -101,14 +110,20 @@ def every_write(monkeypatch):
 
 
 class TestGrowing:
-    def test_every_reader_sees_a_commit_whole_or_not_at_all_while_it_is_written(self, path, opened, every_write):
+    def test_every_reader_sees_a_commit_whole_or_not_at_all_while_it_is_written(
+        self, path, opened, every_write
+    ):
         opened.append(batch(0))
         seen = []
 
         def look():
             numbers, damage = read(path)
             assert damage == {}
-            assert numbers == read_stream(pa.memory_map(str(path))) == read_stream(pa.OSFile(str(path)))
+            assert (
+                numbers
+                == read_stream(pa.memory_map(str(path)))
+                == read_stream(pa.OSFile(str(path)))
+            )
             assert numbers == Dataset.from_file(str(path))["number"][:]
             seen.append(numbers)
 
@@ -133,7 +148,9 @@ class TestGrowing:
         def look():
             every_write.clear()
             folder = str(tmp_path / f"cache{len(seen)}")
-            seen.append(load_dataset("arrow", data_files=str(path), cache_dir=folder)["train"]["number"][:])
+            seen.append(
+                load_dataset("arrow", data_files=str(path), cache_dir=folder)["train"]["number"][:]
+            )
 
         opened.append(batch(0))
         every_write.append(look)
@@ -181,7 +198,11 @@ class TestReader:
     def test_a_batch_can_be_read_at_the_offset_that_iterating_gave(self, path, three):
         with SegmentReader(path) as reader:
             offsets = [offset for offset, _ in reader]
-            assert [numbers_of(reader.read(offset)) for offset in reversed(offsets)] == [[2], [1], [0]]
+            assert [numbers_of(reader.read(offset)) for offset in reversed(offsets)] == [
+                [2],
+                [1],
+                [0],
+            ]
 
     def test_the_rows_of_a_session_are_picked_from_a_batch(self):
         mixed = batch(*range(5), sessions="ab")
@@ -193,7 +214,9 @@ class TestReader:
 class TestCompact:
     def test_it_keeps_every_row_and_the_order_within_a_session(self, path, opened):
         for number in range(0, 60, 3):
-            opened.append(batch(number, number + 1, number + 2, sessions="abcde"[number % 5 :] + "xyz"))
+            opened.append(
+                batch(number, number + 1, number + 2, sessions="abcde"[number % 5 :] + "xyz")
+            )
         opened.close()
         before = pa.ipc.open_stream(path.read_bytes()).read_all()
         compact(path)
@@ -201,11 +224,16 @@ class TestCompact:
         assert after.schema == before.schema
         assert after.num_rows == before.num_rows == 60
         for session in before["session_id"].unique():
-            rows = [table.filter(pa.compute.equal(table["session_id"], session)) for table in (before, after)]
+            rows = [
+                table.filter(pa.compute.equal(table["session_id"], session))
+                for table in (before, after)
+            ]
             assert rows[0].equals(rows[1])
 
     @pytest.mark.parametrize(("bound", "most"), [("BATCH_BYTES", 5000), ("BATCH_ROWS", 12)])
-    def test_rows_of_a_session_lie_together_in_few_batches(self, path, opened, monkeypatch, bound, most):
+    def test_rows_of_a_session_lie_together_in_few_batches(
+        self, path, opened, monkeypatch, bound, most
+    ):
         monkeypatch.setattr(segment, bound, most)
         for number in range(100):
             opened.append(batch(number, sessions="ab"[number % 2], length=200))
@@ -234,7 +262,9 @@ class TestCompact:
             assert [numbers_of(batch) for _, batch in rows] == [[1], [2]]
 
     @pytest.mark.parametrize(("commits", "lost"), [(1, 0), (3, 1)], ids=["one batch", "damaged"])
-    def test_a_file_of_one_batch_and_a_damaged_one_are_left_alone(self, path, opened, commits, lost):
+    def test_a_file_of_one_batch_and_a_damaged_one_are_left_alone(
+        self, path, opened, commits, lost
+    ):
         for number in range(commits):
             opened.append(batch(number))
         os.truncate(path, opened.size - lost)
@@ -272,7 +302,8 @@ class TestCompact:
 
 
 class TestLostEnd:
-    """A compacted file was written at once and says how many rows it has: it has no uncommitted tail."""
+    """A compacted file was written at once and says how many rows it has: it has no uncommitted
+    tail."""
 
     @pytest.fixture
     def compacted(self, path, three, monkeypatch):
@@ -305,7 +336,9 @@ class TestLostEnd:
             assert reader.damage == {offset: f"it lost its end: {number} of its 3 rows are left"}
             assert reader.uncommitted == 0
 
-    def test_a_missing_end_marker_and_a_number_of_rows_that_cannot_be_read_are_no_damage(self, compacted):
+    def test_a_missing_end_marker_and_a_number_of_rows_that_cannot_be_read_are_no_damage(
+        self, compacted
+    ):
         data = compacted.read_bytes()
         place = data.rindex(b"3\0", 0, data.index(b"rolltap.rows"))
         for changed in (data[:-8], data[:place] + b"?" + data[place + 1 :]):

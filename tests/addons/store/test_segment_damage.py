@@ -45,7 +45,9 @@ def without_the_second(path):
 
 
 class TestDamage:
-    def test_a_commit_with_an_offset_out_of_range_is_left_out_and_the_others_are_read(self, path, offsets):
+    def test_a_commit_with_an_offset_out_of_range_is_left_out_and_the_others_are_read(
+        self, path, offsets
+    ):
         body = path.read_bytes().index(b"s1", offsets[1]) - 8
         # the length of the session's id
         change(path, body + 4)
@@ -62,10 +64,14 @@ class TestDamage:
         reader = without_the_second(path)
         assert (list(reader.damage), reader.uncommitted) == ([offsets[1]], 0)
 
-    def test_bytes_that_look_like_a_message_do_not_hide_the_messages_after_them(self, path, offsets):
+    def test_bytes_that_look_like_a_message_do_not_hide_the_messages_after_them(
+        self, path, offsets
+    ):
         data = bytearray(path.read_bytes())
         data[offsets[1] : offsets[1] + 8] = b"garbage."
-        data[offsets[2] - 2 : offsets[2]] = b"\xff\xff"  # with the next message's bytes they look like a marker
+        data[offsets[2] - 2 : offsets[2]] = (
+            b"\xff\xff"  # with the next message's bytes they look like a marker
+        )
         path.write_bytes(data)
         without_the_second(path)
 
@@ -99,7 +105,10 @@ class TestEnd:
 
     @pytest.mark.parametrize(
         "tail",
-        [*(make_batch(3).serialize().to_pybytes()[8 : 8 + size] for size in (0, 1, 7, 8, 100)), MINUS_ONE],
+        [
+            *(make_batch(3).serialize().to_pybytes()[8 : 8 + size] for size in (0, 1, 7, 8, 100)),
+            MINUS_ONE,
+        ],
         ids=[0, 1, 7, 8, 100, "minus one"],
     )
     def test_a_tail_that_begins_with_zeros_was_never_committed(self, path, tail):

@@ -26,7 +26,9 @@ def test_an_empty_folder_is_taken_also_through_a_link(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, BrokenPipeError])
-def test_nothing_stays_when_the_block_fails_and_a_closed_pipe_is_no_error_of_the_folder(tmp_path, error):
+def test_nothing_stays_when_the_block_fails_and_a_closed_pipe_is_no_error_of_the_folder(
+    tmp_path, error
+):
     def write_half():
         with new_folder(tmp_path / "out") as folder:
             (folder / "file").write_text("half")
@@ -39,7 +41,10 @@ def test_nothing_stays_when_the_block_fails_and_a_closed_pipe_is_no_error_of_the
 
 def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path):
     (tmp_path / "mine").write_text("")
-    with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"), new_folder(tmp_path):
+    with (
+        pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"),
+        new_folder(tmp_path),
+    ):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -62,14 +67,20 @@ def full(*_):
 
 
 def test_a_full_disk_is_an_error_of_the_user(tmp_path):
-    with pytest.raises(RunError, match=r"out could not be written: .*No space left"), new_folder(tmp_path / "out"):
+    with (
+        pytest.raises(RunError, match=r"out could not be written: .*No space left"),
+        new_folder(tmp_path / "out"),
+    ):
         full()
 
 
 def test_a_folder_that_another_command_writes_is_refused(tmp_path):
     with new_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("theirs")
-        with pytest.raises(RunError, match="another command is writing"), new_folder(tmp_path / "out"):
+        with (
+            pytest.raises(RunError, match="another command is writing"),
+            new_folder(tmp_path / "out"),
+        ):
             pass
     assert (tmp_path / "out" / "file").read_text() == "theirs"
 

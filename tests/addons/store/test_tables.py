@@ -81,9 +81,8 @@ class TestRunWriter:
 
 @pytest.fixture
 def disk(monkeypatch):
-    """Patch writes. Return whether the disk is `full`, and of `fdatasync` the tables that it `synced`, the `error` that
-    it raises, and a hook called `before`.
-    """
+    """Patch writes. Return whether the disk is `full`, and of `fdatasync` the tables that it
+    `synced`, the `error` that it raises, and a hook called `before`."""
     disk = SimpleNamespace(full=False, synced=[], error=None, before=lambda: None)
     real_sync, real_write = os.fdatasync, os.pwrite
 
@@ -113,7 +112,9 @@ def fail_to_add(writer, disk, number):
 
 
 class TestFailedCommit:
-    def test_the_next_commit_goes_to_another_file_and_both_files_are_synced(self, run, disk, caplog):
+    def test_the_next_commit_goes_to_another_file_and_both_files_are_synced(
+        self, run, disk, caplog
+    ):
         writer = writing(run, "session", 0, 1)
         fail_to_add(writer, disk, 2)
         writer.add_call(make_call(3))
@@ -192,13 +193,22 @@ class TestSync:
         assert disk.synced == ["calls", "calls"]
         writer.close()
 
-    def test_after_a_failed_sync_nothing_more_is_recorded_and_earlier_commits_can_be_read(self, run, disk):
+    def test_after_a_failed_sync_nothing_more_is_recorded_and_earlier_commits_can_be_read(
+        self, run, disk
+    ):
         writer = writing(run, "call", 0, 1)
         disk.error = OSError(errno.EIO, "Input/output error")
-        with pytest.raises(OSError, match=r"may not be on the disk \(.*Input/output error\): stop the recorder"):
+        with pytest.raises(
+            OSError, match=r"may not be on the disk \(.*Input/output error\): stop the recorder"
+        ):
             writer.sync()
         disk.error = None
-        for attempt in (writer.sync, writer.end_session, lambda: writer.add_call(make_call(2)), writer.close):
+        for attempt in (
+            writer.sync,
+            writer.end_session,
+            lambda: writer.add_call(make_call(2)),
+            writer.close,
+        ):
             with pytest.raises(OSError, match="may not be on the disk"):
                 attempt()
         assert call_ids(run) == ["0", "1"]
@@ -212,7 +222,9 @@ class TestEndSession:
         for number in range(6):
             writer.add_call(make_call(number))
             writer.end_session()
-            batches.append([sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")])
+            batches.append(
+                [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")]
+            )
         assert batches == [[1], [2], [1], [1, 1], [1, 2], [1, 1]]
         assert call_ids(run) == [str(number) for number in range(6)]
         writer.close()
@@ -240,13 +252,17 @@ class TestEndSession:
 
         monkeypatch.setattr(os, "fsync", full)
         writing(run, "never", 0, 1).end_session()
-        assert "was not compacted and stays readable as it is: [Errno 28] No space left on device" in caplog.text
+        assert (
+            "was not compacted and stays readable as it is: [Errno 28] No space left on device"
+            in caplog.text
+        )
         assert call_ids(run) == ["0", "1"]
 
 
 class TestReadRows:
     @pytest.mark.parametrize(
-        ("left", "found", "damage"), [(0, [], "it has no schema"), (-1, ["0"], "a commit cannot be")]
+        ("left", "found", "damage"),
+        [(0, [], "it has no schema"), (-1, ["0"], "a commit cannot be")],
     )
     def test_a_cut_file_is_read_up_to_its_damage_with_a_warning_and_others_after_it(
         self, run, caplog, left, found, damage
@@ -260,7 +276,9 @@ class TestReadRows:
         assert str(path) in warning.getMessage()
         assert damage in warning.getMessage()
 
-    @pytest.mark.parametrize(("change", "needed"), [(1, "a newer rolltap"), (-1, "an older rolltap")])
+    @pytest.mark.parametrize(
+        ("change", "needed"), [(1, "a newer rolltap"), (-1, "an older rolltap")]
+    )
     def test_another_schema_is_refused(self, run, change, needed):
         write_calls(run, [0])
         (run / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + change}))

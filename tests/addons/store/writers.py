@@ -1,7 +1,8 @@
-"""Writers that are killed or meet a failing disk: `python -m tests.addons.store.writers DEED RUN [SEED]`.
+"""Writers that are killed or meet a failing disk: `python -m tests.addons.store.writers DEED RUN
+[SEED]`.
 
-DEED is the name of a function below. Its result is printed as JSON. One process imports everything and has no threads.
-It forks a process for each writer to kill.
+DEED is the name of a function below. Its result is printed as JSON. One process imports everything
+and has no threads. It forks a process for each writer to kill.
 """
 
 import errno
@@ -35,11 +36,13 @@ STRIDE = 1 if DEEP else 4
 STEPPED = 4
 """Number of calls of a writer that is killed at every step. All but the last are compacted."""
 BALLAST = 40 if DEEP else 10
-"""Number of ballast files, a multiple of five. The disk fills up again after each one is deleted."""
+"""Number of ballast files, a multiple of five. The disk fills up again after each one is deleted.
+"""
 
 
 def make_call(writer: int, number: int, longest: int = LONGEST) -> Call:
-    """Return the call that a writer commits under a number. It has 1 to `longest` tokens, log-uniform."""
+    """Return the call that a writer commits under a number. It has 1 to `longest` tokens,
+    log-uniform."""
     some = np.random.default_rng([writer, number])
     tokens = int(longest ** some.random())
     sampled = int(some.integers(tokens + 1))
@@ -58,7 +61,8 @@ def make_call(writer: int, number: int, longest: int = LONGEST) -> Call:
 def fork(work: Callable[[int], None], on_message: Callable[[str], object]) -> tuple[int, int]:
     """Run `work(descriptor)` in another process and return its process id and wait status.
 
-    Lines that it writes to the descriptor go to `on_message`. The process is killed when that returns "kill".
+    Lines that it writes to the descriptor go to `on_message`. The process is killed when that
+    returns "kill".
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -85,7 +89,8 @@ def tell(descriptor: int, message: str) -> None:
 
 
 def record(run: Path, writer: int, told: int, numbers: Iterator[int]) -> None:
-    """Commit calls and end a session after every seventh call. Sends a message before and after each of these steps."""
+    """Commit calls and end a session after every seventh call. Sends a message before and after
+    each of these steps."""
     with RunWriter(run, ("never", "session", "call")[writer % 3]) as records:
         for number in numbers:
             call = make_call(writer, number)
@@ -100,7 +105,8 @@ def record(run: Path, writer: int, told: int, numbers: Iterator[int]) -> None:
 
 
 def kills(run: Path, seed: str) -> list[list[str]]:
-    """Kill each of `KILLS` writers of one run after a random message. Return the committed call ids of each writer."""
+    """Kill each of `KILLS` writers of one run after a random message. Return the committed call ids
+    of each writer."""
     tables.SEGMENT_BYTES = 200_000
     write_metadata(run, {})
     some = random.Random(seed)
@@ -114,13 +120,28 @@ def kills(run: Path, seed: str) -> list[list[str]]:
             seen.append(message)
             return "kill" if len(seen) == last else ""
 
-        fork(lambda told, writer=writer, calls=calls: record(run, writer, told, iter(range(calls))), on_message)
+        fork(
+            lambda told, writer=writer, calls=calls: record(run, writer, told, iter(range(calls))),
+            on_message,
+        )
         committed.append([message for message in seen if "-" in message])
     return committed
 
 
 _CALLS = [
-    *((os, name) for name in ("open", "pwrite", "fsync", "fdatasync", "rename", "unlink", "ftruncate", "close")),
+    *(
+        (os, name)
+        for name in (
+            "open",
+            "pwrite",
+            "fsync",
+            "fdatasync",
+            "rename",
+            "unlink",
+            "ftruncate",
+            "close",
+        )
+    ),
     (fcntl, "flock"),
 ]
 """System calls that change a file, except the writes of `Steps`."""
@@ -160,7 +181,8 @@ def _killed_at(step: int) -> None:
 
 
 def steps(run: Path) -> list[list[str]]:
-    """Kill a writer at step 0, the next one `STRIDE` later, until one completes. Returns their committed call ids.
+    """Kill a writer at step 0, the next one `STRIDE` later, until one completes. Returns their
+    committed call ids.
 
     Writer N has the run folder `run/N`.
     """
@@ -214,11 +236,17 @@ def full_disk(run: Path) -> dict:
             ballast.pop().unlink()
         writer.close()
     hidden = [path.name for path in run.iterdir() if path.name.startswith(".")]
-    return {"committed": len(committed), "problems": problems, "hidden": hidden, "files": len(list(run.iterdir()))}
+    return {
+        "committed": len(committed),
+        "problems": problems,
+        "hidden": hidden,
+        "files": len(list(run.iterdir())),
+    }
 
 
 def read_only(run: Path) -> dict:
-    """Write to a read-only disk, then to the same disk mounted writable. `run` is its mount point."""
+    """Write to a read-only disk, then to the same disk mounted writable. `run` is its mount
+    point."""
     write_metadata(run, {})
     tables.ROOM_BYTES = 0
     writer = RunWriter(run)
@@ -251,7 +279,8 @@ def metadata(run: Path) -> dict:
 
 
 def readable(run: Path) -> list[str]:
-    """Return the call ids of a run. Raises AssertionError when a row whose digest does not match."""
+    """Return the call ids of a run. Raises AssertionError when a row whose digest does not
+    match."""
     found = []
     for row in read_rows(run, "calls"):
         assert row_digest(row, CALL_SCHEMA) == row["digest"], row["call_id"]

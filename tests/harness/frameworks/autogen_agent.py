@@ -16,8 +16,12 @@ async def write_file(path: str, content: str) -> str:
 
 async def main() -> None:
     client = OpenAIChatCompletionClient(model="gpt-4.1")
-    agent = AssistantAgent("writer", client, tools=[write_file], reflect_on_tool_use=True, max_tool_iterations=2)
-    for question in ("Write notes.txt, twice.", "Is it written?")[: 2 if "asked_again" in sys.argv else 1]:
+    agent = AssistantAgent(
+        "writer", client, tools=[write_file], reflect_on_tool_use=True, max_tool_iterations=2
+    )
+    for question in ("Write notes.txt, twice.", "Is it written?")[
+        : 2 if "asked_again" in sys.argv else 1
+    ]:
         print((await agent.run(task=question)).messages[-1].content)
 
 

@@ -25,7 +25,9 @@ def get_page(url: str) -> str:
 model = {
     "chat": lambda: init_chat_model("openai:gpt-4.1"),
     "responses": lambda: init_chat_model("openai:gpt-5.5", use_responses_api=True),
-    "previous_response_id": lambda: init_chat_model("openai:gpt-5.5", use_previous_response_id=True),
+    "previous_response_id": lambda: init_chat_model(
+        "openai:gpt-5.5", use_previous_response_id=True
+    ),
     "anthropic": lambda: init_chat_model("anthropic:claude-sonnet-4-5"),
     "google": lambda: init_chat_model("google_genai:gemini-2.5-pro"),
 }[sys.argv[1]]()

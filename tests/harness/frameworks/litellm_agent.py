@@ -18,7 +18,11 @@ TOOL = {
         },
     },
 }
-MODELS = {"chat": "openai/gpt-4.1", "anthropic": "anthropic/claude-sonnet-4-5", "google": "gemini/gemini-2.5-pro"}
+MODELS = {
+    "chat": "openai/gpt-4.1",
+    "anthropic": "anthropic/claude-sonnet-4-5",
+    "google": "gemini/gemini-2.5-pro",
+}
 
 messages = [{"role": "user", "content": "Write notes.txt, twice."}]
 while True:

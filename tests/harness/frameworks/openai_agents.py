@@ -25,5 +25,7 @@ memory = {
     "whole": {},
     "previous_response_id": {"auto_previous_response_id": True},
 }[sys.argv[1]]
-agent = Agent(name="writer", instructions="You write files.", model="gpt-5.5", tools=[write_file, get_page])
+agent = Agent(
+    name="writer", instructions="You write files.", model="gpt-5.5", tools=[write_file, get_page]
+)
 print(Runner.run_sync(agent, "Write notes.txt, twice.", **memory).final_output)

@@ -13,7 +13,9 @@ MODELS = {
     "anthropic": "anthropic:claude-sonnet-4-5",
     "google": "google:gemini-2.5-pro",
 }
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+)
 
 agent = Agent(MODELS[sys.argv[1]], instructions="You write files.")
 
@@ -25,5 +27,9 @@ def write_file(path: str, content: str) -> str:
     return "written"
 
 
-picture = [BinaryContent(base64.b64decode(PIXEL), media_type="image/png")] if sys.argv[1] == "image" else []
+picture = (
+    [BinaryContent(base64.b64decode(PIXEL), media_type="image/png")]
+    if sys.argv[1] == "image"
+    else []
+)
 print(agent.run_sync(["Write notes.txt, twice.", *picture]).output)

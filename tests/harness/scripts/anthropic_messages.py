@@ -9,7 +9,12 @@ TOOL = {**DECLARED, "input_schema": PARAMETERS}
 def agent(client, task, streamed):
     messages = [{"role": "user", "content": task}]
     while True:
-        asked = {"model": "claude-sonnet-4-5", "max_tokens": 1000, "messages": messages, "tools": [TOOL]}
+        asked = {
+            "model": "claude-sonnet-4-5",
+            "max_tokens": 1000,
+            "messages": messages,
+            "tools": [TOOL],
+        }
         if streamed:
             with client.messages.stream(**asked) as stream:
                 message = stream.get_final_message()
@@ -21,7 +26,9 @@ def agent(client, task, streamed):
             return message.content[0].text
         results = []
         for call in calls:
-            results.append({"type": "tool_result", "tool_use_id": call.id, "content": write_file(**call.input)})
+            results.append(
+                {"type": "tool_result", "tool_use_id": call.id, "content": write_file(**call.input)}
+            )
         messages.append({"role": "user", "content": results})
 
 

@@ -19,7 +19,9 @@ async def agent(client, task, streamed):
         asked = {"model": "gemini-2.5-pro", "contents": contents, "config": config}
         if streamed:
             chunks = await client.aio.models.generate_content_stream(**asked)
-            parts = [part async for chunk in chunks for part in chunk.candidates[0].content.parts or []]
+            parts = [
+                part async for chunk in chunks for part in chunk.candidates[0].content.parts or []
+            ]
         else:
             parts = client.models.generate_content(**asked).candidates[0].content.parts
         contents.append(types.ModelContent(parts))
@@ -28,7 +30,9 @@ async def agent(client, task, streamed):
             return "".join(part.text for part in parts if part.text and not part.thought)
         results = []
         for call in calls:
-            result = types.FunctionResponse(id=call.id, name=call.name, response={"result": write_file(**call.args)})
+            result = types.FunctionResponse(
+                id=call.id, name=call.name, response={"result": write_file(**call.args)}
+            )
             results.append(types.Part(function_response=result))
         contents.append(types.UserContent(results))
 

@@ -1,4 +1,5 @@
-"""Agents in a few lines that send only new items, and ids of earlier replies: the openai SDK's Responses API."""
+"""Agents in a few lines that send only new items, and ids of earlier replies: the openai SDK's
+Responses API."""
 
 import json
 
@@ -12,7 +13,9 @@ def agent(client, task, ask):
         results = []
         for call in calls:
             output = write_file(**json.loads(call.arguments))
-            results.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+            results.append(
+                {"type": "function_call_output", "call_id": call.call_id, "output": output}
+            )
         response = ask(response, results)
     return response.output_text
 
@@ -29,7 +32,9 @@ said = []
 
 
 def by_references(response, new):
-    said.extend({"type": "item_reference", "id": item.id} for item in (response.output if response else []))
+    said.extend(
+        {"type": "item_reference", "id": item.id} for item in (response.output if response else [])
+    )
     said.extend(new)
     return client.responses.create(**how, input=said)
 

@@ -21,7 +21,9 @@ def agent(client, task, streamed):
             return response.output_text
         for call in calls:
             output = write_file(**json.loads(call.arguments))
-            items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+            items.append(
+                {"type": "function_call_output", "call_id": call.call_id, "output": output}
+            )
 
 
 for name in ("whole", "streamed"):

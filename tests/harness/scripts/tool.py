@@ -8,7 +8,12 @@ PARAMETERS = {
     "required": ["path", "content"],
 }
 DECLARED = {"name": "write_file", "description": "Write a file."}
-STRICT = {"type": "function", **DECLARED, "parameters": {**PARAMETERS, "additionalProperties": False}, "strict": True}
+STRICT = {
+    "type": "function",
+    **DECLARED,
+    "parameters": {**PARAMETERS, "additionalProperties": False},
+    "strict": True,
+}
 """As the Responses API declares it."""
 
 

@@ -1,4 +1,5 @@
-"""Apptainer is not installed where the tests run: a script in its place records the command lines."""
+"""Apptainer is not installed where the tests run: a script in its place records the command
+lines."""
 
 import json
 import os
@@ -25,7 +26,8 @@ esac
 
 @pytest.fixture
 def lines(tmp_path, monkeypatch):
-    """Put the recording script in Apptainer's place. Return a function that returns the command lines so far."""
+    """Put the recording script in Apptainer's place. Return a function that returns the command
+    lines so far."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (programs / "apptainer").write_text(RECORDER)
@@ -39,8 +41,16 @@ def lines(tmp_path, monkeypatch):
 
 def make_spec(tmp_path, **fields):
     (tmp_path / "image.sif").write_text("an image")
-    limits = Limits(memory_gib=1e6, processes=1_000_000, disk_gib=1e6)  # the "instance" is this whole machine
-    values = {"limits": limits, "name": "s1", "workdir": "/app, here", "image": str(tmp_path / "image.sif"), **fields}
+    limits = Limits(
+        memory_gib=1e6, processes=1_000_000, disk_gib=1e6
+    )  # the "instance" is this whole machine
+    values = {
+        "limits": limits,
+        "name": "s1",
+        "workdir": "/app, here",
+        "image": str(tmp_path / "image.sif"),
+        **fields,
+    }
     return spec_in(tmp_path, **values)
 
 
@@ -55,13 +65,27 @@ async def test_a_session_is_an_instance_without_network_and_with_its_own_folders
     assert (tmp_path / "log").read_text() == "output\n"
     assert started[:2] == ["instance", "start"]
     assert started[-2:] == [str(tmp_path / "image.sif"), name]
-    for option in ("--containall", "--no-home", "--writable-tmpfs", "--net --network none", "--no-privs"):
+    for option in (
+        "--containall",
+        "--no-home",
+        "--writable-tmpfs",
+        "--net --network none",
+        "--no-privs",
+    ):
         assert f" {option} " in " ".join(started)
     assert f'type=bind,source={tmp_path}/workspace,"destination=/app, here"' in started
     assert f"type=bind,source={tmp_path}/home,destination=/home/agent" in started
     assert f"type=bind,source={tmp_path},destination=/opt/tools,ro" in started
     assert listed == ["instance", "list", "--json", name]
-    assert executed[:-3] == ["exec", "--cleanenv", "--no-eval", "--no-privs", "--pwd", "/", f"instance://{name}"]
+    assert executed[:-3] == [
+        "exec",
+        "--cleanenv",
+        "--no-eval",
+        "--no-privs",
+        "--pwd",
+        "/",
+        f"instance://{name}",
+    ]
     assert executed[-3] == "/bin/sh"
     assert "instruction" not in " ".join(executed)
     assert stopped == ["instance", "stop", "--force", name]
@@ -92,7 +116,9 @@ def test_limits_are_given_where_control_groups_have_version_2(tmp_path, monkeypa
     assert " --cpus 1.5 --memory 2147483648 --pids-limit 100 " in " ".join(command)
 
 
-def test_an_image_of_a_docker_registry_is_named_as_apptainer_names_it_and_a_file_has_a_digest(tmp_path):
+def test_an_image_of_a_docker_registry_is_named_as_apptainer_names_it_and_a_file_has_a_digest(
+    tmp_path,
+):
     for image in ("/images/a.sif", "docker://python:3.12", "oras://registry/image"):
         assert apptainer.source(image.removeprefix("docker://")) == image
     (tmp_path / "image.sif").write_text("one")
@@ -103,7 +129,9 @@ def test_an_image_of_a_docker_registry_is_named_as_apptainer_names_it_and_a_file
 
 
 def test_a_folder_that_cannot_be_copied_out_of_an_image_is_named(tmp_path, lines):
-    with pytest.raises(InputError, match=r"the folder /testbed of the image a\.sif cannot be copied"):
+    with pytest.raises(
+        InputError, match=r"the folder /testbed of the image a\.sif cannot be copied"
+    ):
         ApptainerRuntime().copy_out("a.sif", "/testbed", tmp_path / "start")
     mount = f"type=bind,source={tmp_path}/start,destination=/rolltap-copy"
     command = ["exec", "--containall", "--no-home", "--mount", mount, "docker://a.sif", "cp", "-a"]

@@ -58,7 +58,8 @@ def make_box(kind, tmp_path):
 
 @pytest.fixture
 def run(make_box, tmp_path):
-    """Return a function that runs one script in a box of its own, and returns its end and its output."""
+    """Return a function that runs one script in a box of its own, and returns its end and its
+    output."""
 
     async def run(script, *, timeout=60.0, env=(), **how):
         async with make_box(**how) as box:
@@ -67,12 +68,17 @@ def run(make_box, tmp_path):
     return run
 
 
-async def test_a_program_runs_in_the_workspace_with_its_own_home_and_environment(make_box, tmp_path):
+async def test_a_program_runs_in_the_workspace_with_its_own_home_and_environment(
+    make_box, tmp_path
+):
     value = "two\nlines 'and' \"quotes\" $HOME"
     async with make_box(workdir="/a, b:c/workspace") as box:
         assert (box.workdir, box.home, box.proxy) == ("/a, b:c/workspace", "/home/agent", None)
         script = 'pwd; echo "$VALUE"; touch here ~/there; cat; exit 3'
-        assert await sh(box, script, tmp_path / "log", VALUE=value) == (Ended(3), f"/a, b:c/workspace\n{value}\n")
+        assert await sh(box, script, tmp_path / "log", VALUE=value) == (
+            Ended(3),
+            f"/a, b:c/workspace\n{value}\n",
+        )
     made = [tmp_path / "workspace" / "here", tmp_path / "home" / "there"]
     assert [path.stat().st_uid for path in made] == [os.getuid()] * 2
 
@@ -85,7 +91,10 @@ async def test_the_lines_of_stdout_and_stderr_keep_their_order(run):
 async def test_mounts_are_read_only_unless_they_are_writable(run, tmp_path):
     for name in ("kept", "written,to"):
         (tmp_path / name).mkdir()
-    mounts = [Mount(tmp_path / "kept", "/opt/kept"), Mount(tmp_path / "written,to", "/opt/written", writable=True)]
+    mounts = [
+        Mount(tmp_path / "kept", "/opt/kept"),
+        Mount(tmp_path / "written,to", "/opt/written", writable=True),
+    ]
     ended, output = await run("touch /opt/written/x; touch /opt/kept/x", mounts=mounts)
     assert ended == Ended(1)
     assert "Read-only file system" in output
@@ -93,14 +102,17 @@ async def test_mounts_are_read_only_unless_they_are_writable(run, tmp_path):
     assert (tmp_path / "written,to" / "x").exists()
 
 
-async def test_tools_are_read_only_under_their_own_path_without_what_is_hidden_in_them(make_box, tmp_path):
+async def test_tools_are_read_only_under_their_own_path_without_what_is_hidden_in_them(
+    make_box, tmp_path
+):
     tool = tmp_path / "tool"
     for name in ("tool/run", "tool/bin", "beside"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text(f"content of {name}\n")
     (tool / "secret").write_text("s3cret")
     (tool / "bin" / "agent").write_text(
-        f"#!/bin/sh\ncd {tmp_path}; cat tool/bin/file tool/run/file tool/secret beside/file; ls -A tool/run; touch $0\n"
+        f"#!/bin/sh\ncd {tmp_path}; cat tool/bin/file tool/run/file tool/secret beside/file; ls -A"
+        " tool/run; touch $0\n"
     )
     (tool / "bin" / "agent").chmod(0o755)
     async with make_box([tool], [tool / "run", tool / "secret", tool / "none"]) as box:
@@ -109,7 +121,9 @@ async def test_tools_are_read_only_under_their_own_path_without_what_is_hidden_i
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[0] == "content of tool/bin"
     assert lines[-1].startswith("touch: cannot touch")
-    assert all(line.endswith(("No such file or directory", "Permission denied")) for line in lines[1:-1])
+    assert all(
+        line.endswith(("No such file or directory", "Permission denied")) for line in lines[1:-1]
+    )
 
 
 async def test_a_tool_folder_that_holds_the_sessions_is_refused(run, tmp_path):
@@ -132,7 +146,9 @@ async def test_no_program_can_say_that_it_did_not_start(make_box, tmp_path):
         assert (await sh(box, "kill -SEGV $$", tmp_path / "log"))[0] == Ended(-signal.SIGSEGV)
 
 
-async def test_a_program_that_takes_too_long_is_stopped_with_all_that_it_started(make_box, tmp_path):
+async def test_a_program_that_takes_too_long_is_stopped_with_all_that_it_started(
+    make_box, tmp_path
+):
     async with make_box() as box:
         script = "trap '' TERM; (setsid sleep 4243 &); sleep 4243"
         assert (await sh(box, script, tmp_path / "log", timeout=1))[0] == Ended(None, "timeout")
@@ -153,9 +169,9 @@ def answer_line(client):
 async def test_the_only_way_out_is_the_recorder(make_box, tmp_path):
     other, port = await other_server()
     script = (
-        "exec 3<>/dev/tcp/${PROXY/:/\\/}; echo hello >&3; cat <&3; "
-        f"(exec 3<>/dev/tcp/127.0.0.1/{port}) || echo closed; "
-        "grep -c : /proc/net/dev; python3 -c 'import socket; socket.getaddrinfo(\"example.com\", 80)'"
+        "exec 3<>/dev/tcp/${PROXY/:/\\/}; echo hello >&3; cat <&3; (exec"
+        f" 3<>/dev/tcp/127.0.0.1/{port}) || echo closed; grep -c : /proc/net/dev; python3 -c"
+        " 'import socket; socket.getaddrinfo(\"example.com\", 80)'"
     )
     async with other, make_box(proxy=f"127.0.0.1:{port}", accept=accept_with(answer_line)) as box:
         for _ in range(2):  # the second time with a network of its own

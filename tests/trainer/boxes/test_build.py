@@ -30,7 +30,8 @@ def base(request, tmp_path_factory):
 
 @pytest.fixture
 def build(base, tmp_path):
-    """A function that returns a build with a Dockerfile, and the runtime. What it makes is removed at the end."""
+    """A function that returns a build with a Dockerfile, and the runtime. What it makes is removed
+    at the end."""
     engine, name = base
     runtime = ContainerRuntime(*engine, build=True)
     label = f"{os.getpid()}-{tmp_path.name}"
@@ -43,11 +44,15 @@ def build(base, tmp_path):
 
     yield build, runtime
     if engine == ("podman",):  # the daemon of Docker is gone with all that it has
-        images = call(["podman", "image", "ls", "--all", "--quiet", "--filter", f"label=test={label}"]).split()
+        images = call(
+            ["podman", "image", "ls", "--all", "--quiet", "--filter", f"label=test={label}"]
+        ).split()
         call(["podman", "image", "rm", "--force", *dict.fromkeys(images)])
 
 
-async def test_a_built_image_has_the_folder_of_its_dockerfile_and_nothing_beside_it(build, tmp_path):
+async def test_a_built_image_has_the_folder_of_its_dockerfile_and_nothing_beside_it(
+    build, tmp_path
+):
     build, runtime = build
     asked = build()
     (asked.folder / "data").write_text("of the task")
@@ -79,16 +84,26 @@ async def test_an_image_is_built_once_and_again_when_the_folder_changes(build, t
 @pytest.mark.parametrize(
     ("line", "timeout", "message"),
     [
-        ("RUN echo why >&2; exit 3", 120, r"its image cannot be built: .* ends with status \d+: .*echo why.* 3"),
+        (
+            "RUN echo why >&2; exit 3",
+            120,
+            r"its image cannot be built: .* ends with status \d+: .*echo why.* 3",
+        ),
         ("RUN sleep {marker}", 3, r"environment does not end within 3 s: \S"),
     ],
 )
-async def test_a_build_that_fails_or_does_not_end_says_its_last_line(build, tmp_path, line, timeout, message):
+async def test_a_build_that_fails_or_does_not_end_says_its_last_line(
+    build, tmp_path, line, timeout, message
+):
     build, runtime = build
     asked = build(DOCKERFILE + line + "\n", timeout=timeout)
     with pytest.raises(InputError, match=message):
         await runtime.build(image_of(asked), asked, tmp_path / "log")
-    left = [each.pid for each in psutil.process_iter(["cmdline"]) if MARKER in (each.info["cmdline"] or ())]
+    left = [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if MARKER in (each.info["cmdline"] or ())
+    ]
     assert all(map(wait_until_dead, left))
     with pytest.raises(InputError, match="cannot be pulled"):
         image_id([*runtime._engine().command], image_of(asked))

@@ -36,21 +36,49 @@ def test_boxes_behind_ssh_have_images_where_the_runtime_there_has_them():
     ("name", "settings", "message"),
     [
         ("process", {"tools": ["/opt"]}, "tools = .* has no meaning .*: remove it"),
-        ("sandbox", {"container_engine": "podman"}, "container_engine = 'podman' has no meaning .*: remove it"),
-        ("apptainer", {"container_arguments": ["-x"]}, "container_arguments = .* has no meaning .*: remove it"),
+        (
+            "sandbox",
+            {"container_engine": "podman"},
+            "container_engine = 'podman' has no meaning .*: remove it",
+        ),
+        (
+            "apptainer",
+            {"container_arguments": ["-x"]},
+            "container_arguments = .* has no meaning .*: remove it",
+        ),
         ("process", {"build": True}, "build = True has no meaning .*: remove it"),
         ("ssh", {}, 'runtime = "ssh" needs a machine: --ssh USER@HOST'),
-        ("ssh", {"ssh": "-oProxyCommand=x"}, "ssh = '-oProxyCommand=x' is no machine.*--ssh USER@HOST"),
+        (
+            "ssh",
+            {"ssh": "-oProxyCommand=x"},
+            "ssh = '-oProxyCommand=x' is no machine.*--ssh USER@HOST",
+        ),
         ("ssh", {"ssh": "machine", "build": True}, "build = True has no meaning .*: remove it"),
-        ("ssh", {"ssh": "machine", "container_engine": "docker"}, "no meaning .*ssh_kind = .sandbox.: remove it"),
+        (
+            "ssh",
+            {"ssh": "machine", "container_engine": "docker"},
+            "no meaning .*ssh_kind = .sandbox.: remove it",
+        ),
         ("sandbox", {"ssh": "machine"}, "ssh = 'machine' has no meaning .*: remove it"),
         ("container", {"ssh_kind": "sandbox"}, "ssh_kind = 'sandbox' has no meaning .*: remove it"),
         ("harbor", {}, 'runtime = "harbor" needs harbor_python .*and harbor_environment'),
         ("harbor", {"ssh": "machine"}, "ssh = 'machine' has no meaning .*: remove it"),
-        ("harbor", {**HARBOR, "harbor_environment": "/no/such.json"}, "/no/such.json, which cannot be read"),
+        (
+            "harbor",
+            {**HARBOR, "harbor_environment": "/no/such.json"},
+            "/no/such.json, which cannot be read",
+        ),
         ("sandbox", HARBOR, "harbor_python = .* has no meaning .*: remove it"),
-        ("sandbox", {"recorder_address": "a:1"}, "recorder_address = 'a:1' has no meaning .*: remove it"),
-        ("sandbox", {"tools": ["/no/such"]}, 'tools names "/no/such", which is no folder: write the folder'),
+        (
+            "sandbox",
+            {"recorder_address": "a:1"},
+            "recorder_address = 'a:1' has no meaning .*: remove it",
+        ),
+        (
+            "sandbox",
+            {"tools": ["/no/such"]},
+            'tools names "/no/such", which is no folder: write the folder',
+        ),
     ],
 )
 def test_a_wrong_name_or_setting_is_named_with_the_fix(name, settings, message):

@@ -34,16 +34,23 @@ async def test_a_box_that_cannot_be_made_says_why_and_leaves_nothing(tmp_path):
         ("docker", {}, "Docker has no containers of a root folder"),
     ],
 )
-async def test_an_image_that_cannot_be_used_is_refused_with_the_fix(tmp_path, engine, image, message):
+async def test_an_image_that_cannot_be_used_is_refused_with_the_fix(
+    tmp_path, engine, image, message
+):
     with pytest.raises(InputError, match=message):
         async with ContainerRuntime(engine).box(make_spec(tmp_path, **image)):
             pass
 
 
-def test_an_oci_runtime_that_fails_is_named_with_the_fix_and_as_the_default_one_it_is_replaced(tmp_path, monkeypatch):
+def test_an_oci_runtime_that_fails_is_named_with_the_fix_and_as_the_default_one_it_is_replaced(
+    tmp_path, monkeypatch
+):
     (tmp_path / "broken").write_text("#!/bin/sh\necho is broken >&2; exit 1\n")
     (tmp_path / "broken").chmod(0o755)
-    with pytest.raises(InputError, match=r"(?s)podman cannot start containers here: .*broken.*container_arguments = "):
+    with pytest.raises(
+        InputError,
+        match=r"(?s)podman cannot start containers here: .*broken.*container_arguments = ",
+    ):
         ContainerRuntime("podman", ["--runtime", str(tmp_path / "broken")]).check()
     with pytest.raises(InputError, match=r"podman does not work here: .*no-such-runtime"):
         ContainerRuntime("podman", ["--runtime", "no-such-runtime"]).check()
@@ -70,29 +77,38 @@ def image(tmp_path_factory):
 
 
 async def test_a_box_of_an_image_keeps_the_images_variables_and_its_path_first(tmp_path, image):
-    async with ContainerRuntime().box(make_spec(tmp_path, image=image, mounts=[], workdir="/testbed")) as box:
+    async with ContainerRuntime().box(
+        make_spec(tmp_path, image=image, mounts=[], workdir="/testbed")
+    ) as box:
         ended = await box.run(["env"], env=ENV, timeout=60, log=tmp_path / "log")
     variables = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines())
     assert ended == Ended(0)
     assert (variables["PATH"], variables["OF_IMAGE"]) == ("/programs:/usr/bin:/bin", "kept")
 
 
-def test_the_folder_of_an_image_is_copied_out_and_its_digest_is_that_of_its_configuration(tmp_path, image):
+def test_the_folder_of_an_image_is_copied_out_and_its_digest_is_that_of_its_configuration(
+    tmp_path, image
+):
     runtime = ContainerRuntime()
     runtime.copy_out(image, "/testbed", tmp_path / "start")
     assert (tmp_path / "start" / "start").read_text() == "of the image"
     assert (tmp_path / "start" / "link").readlink() == Path("start")
     with pytest.raises(InputError, match="/absent of the image"):
         runtime.copy_out(image, "/absent", tmp_path / "absent")
-    inspected = json.loads(subprocess.run(["podman", "image", "inspect", image], capture_output=True).stdout)
+    inspected = json.loads(
+        subprocess.run(["podman", "image", "inspect", image], capture_output=True).stdout
+    )
     assert runtime.image_digest(image) == f"sha256:{inspected[0]['Id']}"
-    with pytest.raises(InputError, match="the image localhost/no-such-image is not here and cannot be pulled"):
+    with pytest.raises(
+        InputError, match="the image localhost/no-such-image is not here and cannot be pulled"
+    ):
         runtime.image_digest("localhost/no-such-image")
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Hold limits by looking at what a box uses. tests/security fills boxes that control groups hold."""
+    """Hold limits by looking at what a box uses. tests/security fills boxes that control groups
+    hold."""
     without = replace(find_engine("podman", ()), controllers=frozenset())
     monkeypatch.setattr(container, "find_engine", lambda program, arguments: without)
 
@@ -102,7 +118,11 @@ def watched(monkeypatch):
     ("code", "limits", "stopped"),
     [
         ("x = bytearray(600 << 20)", Limits(memory_gib=0.2), "memory"),
-        ("for _ in range(80):\n    if not os.fork(): time.sleep(600)", Limits(processes=60), "processes"),
+        (
+            "for _ in range(80):\n    if not os.fork(): time.sleep(600)",
+            Limits(processes=60),
+            "processes",
+        ),
     ],
 )
 async def test_memory_and_processes_are_limited(tmp_path, code, limits, stopped):

@@ -18,7 +18,9 @@ from rolltap.trainer.tasks.task import Limits
 
 def create(tmp_path, engine, *, mounts=(), **fields):
     """Return the options of the command that makes a box."""
-    spec = BoxSpec(name="s1", workspace=tmp_path, workdir="/app", home=tmp_path, image="python:3.12", **fields)
+    spec = BoxSpec(
+        name="s1", workspace=tmp_path, workdir="/app", home=tmp_path, image="python:3.12", **fields
+    )
     made, started = engine.create("rolltap-x-s1", spec, mounts, tmp_path)
     assert started == [*engine.command, "start", "rolltap-x-s1"]
     return made
@@ -41,19 +43,28 @@ def test_a_container_has_no_network_no_capabilities_and_no_way_to_more(program, 
     assert option(command, "--pull") == ["never"]
     assert option(command, "--entrypoint") == ["/bin/sh"]
     assert command[command.index("python:3.12") + 1] == "-c"
-    # its first process is out of reach for the programs: of another user in Docker, masked in Podman
+    # its first process is out of reach for the programs: of another user in Docker, masked in
+    # Podman
     assert option(command, "--user") == [{"podman": "0:0", "docker": "65534:65534"}[program]]
     assert option(engine.execute("x", ["sh"]), "--user") == ["0:0"]
-    assert any("mask=" in value for value in option(command, "--security-opt")) == (program == "podman")
+    assert any("mask=" in value for value in option(command, "--security-opt")) == (
+        program == "podman"
+    )
     # this machine's proxy variables do not reach it
     assert ("--http-proxy=false" in command) == (program == "podman")
-    assert not {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"} & set(command)
+    assert not {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"} & set(
+        command
+    )
 
 
-def test_limits_are_given_as_far_as_control_groups_work_and_none_is_above_this_process_own(tmp_path):
+def test_limits_are_given_as_far_as_control_groups_work_and_none_is_above_this_process_own(
+    tmp_path,
+):
     limits = Limits(cpus=1.5, memory_gib=2, processes=100, disk_gib=1)
     command = create(
-        tmp_path, ContainerEngine(command=("docker",), controllers={"cpu", "memory", "pids"}), limits=limits
+        tmp_path,
+        ContainerEngine(command=("docker",), controllers={"cpu", "memory", "pids"}),
+        limits=limits,
     )
     assert option(command, "--cpus") == ["1.5"]
     assert option(command, "--memory") == option(command, "--memory-swap") == [str(2 << 30)]
@@ -97,9 +108,17 @@ def test_the_limits_of_docker_are_those_that_its_daemon_has(docker):
     )
 
 
-def test_docker_gets_the_narrowed_profile_of_podman_where_both_have_one(docker, tmp_path, monkeypatch):
-    (tmp_path / "profile").write_text(json.dumps({"syscalls": [{"names": ["read", "ptrace", "mount"]}]}))
-    for path, options, has in (("profile", ["name=seccomp"], True), ("profile", [], False), ("no", ["seccomp"], False)):
+def test_docker_gets_the_narrowed_profile_of_podman_where_both_have_one(
+    docker, tmp_path, monkeypatch
+):
+    (tmp_path / "profile").write_text(
+        json.dumps({"syscalls": [{"names": ["read", "ptrace", "mount"]}]})
+    )
+    for path, options, has in (
+        ("profile", ["name=seccomp"], True),
+        ("profile", [], False),
+        ("no", ["seccomp"], False),
+    ):
         monkeypatch.setattr(container, "_PROFILE", str(tmp_path / path))
         docker(SecurityOptions=["name=rootless", *options])
         profile = find_engine("docker", ()).seccomp
@@ -141,12 +160,16 @@ def test_the_digest_of_a_root_folder_is_that_of_its_copy_until_it_changes(what, 
     assert root_folder_digest(root).startswith("sha256:")
     subprocess.run(["sh", "-c", CHANGES[what]], cwd=root / "testbed", check=True)
     assert root_folder_digest(root) != root_folder_digest(tmp_path / "copy")
-    with pytest.raises(InputError, match="absent is no folder of this machine; an image name does not begin with /"):
+    with pytest.raises(
+        InputError, match="absent is no folder of this machine; an image name does not begin with /"
+    ):
         root_folder_digest(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("workdir", ["/absent", "/../outside", "/out", "/testbed/file"])
-def test_a_folder_of_a_root_folder_is_copied_with_its_links_as_they_are_and_nothing_else(workdir, root, tmp_path):
+def test_a_folder_of_a_root_folder_is_copied_with_its_links_as_they_are_and_nothing_else(
+    workdir, root, tmp_path
+):
     container.copy_from_root_folder(root, "/testbed", tmp_path / "testbed")
     assert (tmp_path / "testbed" / "file").read_text() == "start"
     assert os.readlink(tmp_path / "testbed" / "link") == "/etc/passwd"
@@ -157,7 +180,9 @@ def test_a_folder_of_a_root_folder_is_copied_with_its_links_as_they_are_and_noth
 
 
 def test_a_command_that_fails_says_its_own_message():
-    with pytest.raises(OSError, match=r"`sh -c 'echo why >&2; exit 3' \.\.\.` fails with status 3: why"):
+    with pytest.raises(
+        OSError, match=r"`sh -c 'echo why >&2; exit 3' \.\.\.` fails with status 3: why"
+    ):
         call(["sh", "-c", "echo why >&2; exit 3"])
     with pytest.raises(OSError, match=r"does not end within 0\.1 s"):
         call(["sleep", "60"], timeout=0.1)

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.usefixtures("podman")
 
 async def test_a_box_has_none_of_this_machines_files_and_names(tmp_path):
     (tmp_path / "secret").write_text("s3cret")
-    script = f"ls / /home; cat {tmp_path}/secret /etc/passwd; cat /etc/hosts; hostname; ls /proc | grep -c '^[0-9]'"
+    script = (
+        f"ls / /home; cat {tmp_path}/secret /etc/passwd; cat /etc/hosts; hostname; ls /proc | grep"
+        " -c '^[0-9]'"
+    )
     _, output = await in_box(tmp_path, script)
     assert "s3cret" not in output
     assert "root:" not in output
@@ -26,9 +29,13 @@ async def test_a_box_has_none_of_this_machines_files_and_names(tmp_path):
 
 
 async def test_a_program_has_no_rights_over_the_machine(tmp_path):
-    script = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; mount -t tmpfs x /tmp; mknod x c 1 3; "
+    script = (
+        "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; mount -t tmpfs x /tmp;"
+        " mknod x c 1 3; "
+    )
     script += (
-        "unshare -U echo escaped; unshare -n echo escaped; python3 -c 'import threading; threading.Thread().start()'"
+        "unshare -U echo escaped; unshare -n echo escaped; python3 -c 'import threading;"
+        " threading.Thread().start()'"
     )
     ended, output = await in_box(tmp_path, script)
     assert ended == Ended(0)
@@ -39,7 +46,9 @@ async def test_a_program_has_no_rights_over_the_machine(tmp_path):
 
 
 async def test_a_container_writes_to_a_copy_of_its_root_folder(tmp_path):
-    ended, _ = await in_box(tmp_path, "echo changed > /etc/file && mkdir /folder && cat /etc/file /etc/hosts")
+    ended, _ = await in_box(
+        tmp_path, "echo changed > /etc/file && mkdir /folder && cat /etc/file /etc/hosts"
+    )
     assert ended == Ended(0)
     assert not list((tmp_path / "root" / "etc").iterdir())
     assert not (tmp_path / "root" / "folder").exists()
@@ -116,7 +125,9 @@ async def test_nothing_of_a_program_is_on_a_command_line_that_all_users_can_read
     os.mkfifo(tmp_path / "fifo")
     mounts = [Mount(tmp_path / "fifo", "/fifo", writable=True)]
     async with ContainerRuntime().box(make_spec(tmp_path, mounts=mounts)) as box:
-        run = asyncio.create_task(sh(box, "echo started > /fifo; cat /fifo", tmp_path / "log", TOKEN="t0ken"))
+        run = asyncio.create_task(
+            sh(box, "echo started > /fifo; cat /fifo", tmp_path / "log", TOKEN="t0ken")
+        )
         await asyncio.to_thread((tmp_path / "fifo").read_text)
         lines = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -28,7 +28,9 @@ def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path)
     assert {env[name] for name in bundles} == {str(tmp_path / "all.pem")}
 
 
-def test_the_credentials_name_any_session_and_the_bundle_holds_the_usual_roots_and_the_recorders_ca(ca):
+def test_the_credentials_name_any_session_and_the_bundle_holds_the_usual_roots_and_the_recorders_ca(
+    ca,
+):
     proxy = Proxy("http://h:1", ca=ca, secret="hidden")
     assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{password('hidden', 's/1 @x')}@h:1"
     bundle = proxy.bundle
@@ -37,7 +39,9 @@ def test_the_credentials_name_any_session_and_the_bundle_holds_the_usual_roots_a
     assert bundle.read_text().count("BEGIN CERTIFICATE") > 50
 
 
-@pytest.mark.parametrize("url", ["https://h:1", "http://", "h:1", "http://u@h:1", "http://h:1/path"])
+@pytest.mark.parametrize(
+    "url", ["https://h:1", "http://", "h:1", "http://u@h:1", "http://h:1/path"]
+)
 def test_a_url_that_is_not_a_proxys_is_named(ca, url):
     with pytest.raises(InputError, match=f"the proxy '{url}' is not written as http://HOST:PORT"):
         Proxy(url, ca=ca)
@@ -46,11 +50,15 @@ def test_a_url_that_is_not_a_proxys_is_named(ca, url):
 def test_certificates_that_cannot_be_read_or_written_are_named(ca, tmp_path):
     with pytest.raises(InputError, match=r"there is no CA certificate .*none\.pem"):
         Proxy("http://h:1", ca=tmp_path / "none.pem")
-    with pytest.raises(InputError, match=r"cannot write .*/none/all\.pem: No such file or directory"):
+    with pytest.raises(
+        InputError, match=r"cannot write .*/none/all\.pem: No such file or directory"
+    ):
         Proxy("http://h:1", ca=ca, bundle=tmp_path / "none" / "all.pem")
 
 
-def test_a_session_starts_without_the_callers_keys_and_in_a_box_without_what_is_this_machines(monkeypatch, tmp_path):
+def test_a_session_starts_without_the_callers_keys_and_in_a_box_without_what_is_this_machines(
+    monkeypatch, tmp_path
+):
     for name in ("OPENAI_API_KEY", "TMPDIR", "USER"):
         monkeypatch.setenv(name, "x")
     env, isolated = clean_environment(tmp_path), clean_environment(tmp_path, isolated=True)
@@ -61,7 +69,9 @@ def test_a_session_starts_without_the_callers_keys_and_in_a_box_without_what_is_
 
 
 @pytest.mark.parametrize("name", ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy"])
-def test_a_proxy_of_the_user_s_shell_breaks_no_http_client_of_a_program(ca, name, tmp_path, monkeypatch):
+def test_a_proxy_of_the_user_s_shell_breaks_no_http_client_of_a_program(
+    ca, name, tmp_path, monkeypatch
+):
     monkeypatch.setenv(name, "socks5://127.0.0.1:9")
     with pytest.raises((ImportError, ValueError)):
         httpx.Client(trust_env=True)
@@ -86,7 +96,9 @@ def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, 
 
 
 def test_a_recorder_behind_tls_is_reached_by_tls_from_a_box(ca):
-    env = Proxy("http://127.0.0.1:1", ca=ca, secret="hidden").environment("s", address="https://h:443")
+    env = Proxy("http://127.0.0.1:1", ca=ca, secret="hidden").environment(
+        "s", address="https://h:443"
+    )
     assert env["HTTPS_PROXY"] == f"https://s:{password('hidden', 's')}@h:443"
 
 

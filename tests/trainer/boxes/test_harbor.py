@@ -1,4 +1,5 @@
-"""The runtime `harbor`: Harbor's own package, with its Podman environment and with a cheap one of ours."""
+"""The runtime `harbor`: Harbor's own package, with its Podman environment and with a cheap one of
+ours."""
 
 import asyncio
 import json
@@ -65,8 +66,8 @@ async def check_a_run(tmp_path, runtime, spec):
     (spec.workspace / "gone" / "file").touch()
     kept = (spec.workspace / "kept.txt").stat()
     script = (
-        "pwd; cat given.txt; echo new >made.txt; chmod +x made.txt; ln -s made.txt link; rm -r gone;"
-        "echo more >>given.txt; ln made.txt hard; echo $HOME; exit 3"
+        "pwd; cat given.txt; echo new >made.txt; chmod +x made.txt; ln -s made.txt link; rm -r"
+        " gone;echo more >>given.txt; ln made.txt hard; echo $HOME; exit 3"
     )
     async with runtime.box(spec) as box:
         assert (box.workdir, box.home, box.proxy) == (
@@ -92,7 +93,9 @@ async def test_a_program_runs_on_a_copy_of_the_workspace_and_its_changes_come_ba
 
 
 @pytest.mark.deep
-async def test_harbors_podman_environment_is_such_a_box_and_nothing_of_it_is_left(tmp_path, monkeypatch):
+async def test_harbors_podman_environment_is_such_a_box_and_nothing_of_it_is_left(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("CONTAINERS_CONF", str(limits_of_podman(tmp_path)))
     with podman_image(tmp_path / "image") as image:
         runtime = HarborRuntime(PYTHON, environment(tmp_path), "recorder.example:8443")
@@ -117,7 +120,9 @@ async def test_a_program_is_stopped_at_its_time_and_its_changes_count(tmp_path, 
     monkeypatch.setattr(harbor_program, "_RUN", script)
     spec = make_spec(tmp_path)
     async with make_runtime(tmp_path).box(spec) as box:
-        ended, said = await sh(box, "echo begun; touch made; exec sleep 1000", tmp_path / "log", timeout=0.5)
+        ended, said = await sh(
+            box, "echo begun; touch made; exec sleep 1000", tmp_path / "log", timeout=0.5
+        )
     assert ended == Ended(None, "timeout")
     assert said == "begun\n"
     assert (spec.workspace / "made").exists()
@@ -132,7 +137,9 @@ async def test_a_signal_is_the_end_of_a_program_as_in_other_boxes(tmp_path):
 async def test_a_program_that_is_not_there_is_named(tmp_path):
     async with make_runtime(tmp_path).box(make_spec(tmp_path)) as box:
         with pytest.raises(FileNotFoundError) as caught:
-            await box.run(["no-such-program"], env={"PATH": "/usr/bin"}, timeout=60, log=tmp_path / "log")
+            await box.run(
+                ["no-such-program"], env={"PATH": "/usr/bin"}, timeout=60, log=tmp_path / "log"
+            )
     assert caught.value.filename == "no-such-program"
 
 
@@ -146,7 +153,9 @@ async def test_mounts_are_copies_and_a_verdict_comes_out_of_its_pipe(tmp_path):
             Mount(pipe, "/logs/verifier/reward.txt"),
         ]
         async with make_runtime(tmp_path).box(make_spec(tmp_path, mounts=mounts)) as box:
-            await sh(box, "cat /rolltap/tools/say; echo 0.5 >/logs/verifier/reward.txt", tmp_path / "log")
+            await sh(
+                box, "cat /rolltap/tools/say; echo 0.5 >/logs/verifier/reward.txt", tmp_path / "log"
+            )
             channel.read()
             assert (bytes(channel.content), channel.opened) == (b"0.5\n", 1)
             await sh(box, "true", tmp_path / "log")  # writes no verdict
@@ -170,7 +179,9 @@ async def test_a_box_reaches_the_recorder_alone_where_harbor_can_restrict_it(tmp
     for proxy in ("127.0.0.1:1", None):
         spec = make_spec(tmp_path, proxy=proxy)
         async with runtime.box(spec):
-            policies.append(json.loads((tmp_path / "boxes" / spec.name / "policy.json").read_text()))
+            policies.append(
+                json.loads((tmp_path / "boxes" / spec.name / "policy.json").read_text())
+            )
     assert policies == [
         {"network_mode": "allowlist", "allowed_hosts": ["recorder.example"]},
         {"network_mode": "no-network", "allowed_hosts": []},
@@ -191,7 +202,9 @@ async def test_the_death_of_harbors_process_ends_its_boxes_and_later_ones_have_a
     async with runtime.box(spec) as box:
         begun = tmp_path / "boxes" / spec.name / "tmp" / "begun"
         os.mkfifo(begun)
-        running = asyncio.create_task(sh(box, "echo >/tmp/begun; exec sleep 1000", tmp_path / "log"))
+        running = asyncio.create_task(
+            sh(box, "echo >/tmp/begun; exec sleep 1000", tmp_path / "log")
+        )
         await asyncio.to_thread(begun.read_text)
         kept = runtime.process.folder
         assert kept.exists()
@@ -327,7 +340,11 @@ async def test_an_environment_that_does_not_start_may_start_later(tmp_path):
             {"type": "podman", "colour": 1},
             "Harbor's environment has no key colour; its keys are .*kwargs",
         ),
-        (PYTHON, {"type": "moon"}, "^Harbor: the key type of harbor_environment is 'moon': Input[^\n]*daytona"),
+        (
+            PYTHON,
+            {"type": "moon"},
+            "^Harbor: the key type of harbor_environment is 'moon': Input[^\n]*daytona",
+        ),
         (PYTHON, {"import_path": "no_such:Thing"}, "no_such"),
         (PYTHON, {"type": "daytona"}, "Daytona"),
     ],
@@ -339,7 +356,9 @@ def test_a_harbor_that_cannot_make_boxes_is_refused_at_the_start(python, made, m
 
 def test_another_version_of_harbor_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("rolltap.trainer.boxes.harbor.VERSION", "0.99")
-    with pytest.raises(InputError, match=r"has Harbor 0\.25\.0, .*knows the interface of 0\.99: install"):
+    with pytest.raises(
+        InputError, match=r"has Harbor 0\.25\.0, .*knows the interface of 0\.99: install"
+    ):
         make_runtime(tmp_path).check()
 
 
@@ -348,11 +367,15 @@ async def test_images_have_workspaces_and_dockerfiles_are_built_by_harbor(tmp_pa
     assert isinstance(runtime, ImageRuntime)
     await asyncio.to_thread(runtime.copy_out, "an-image", "/start", tmp_path / "start")
     assert (tmp_path / "start" / "of-image.txt").read_text() == "an-image"
-    with pytest.raises(InputError, match="the folder /nowhere of the image an-image cannot be copied"):
+    with pytest.raises(
+        InputError, match="the folder /nowhere of the image an-image cannot be copied"
+    ):
         await asyncio.to_thread(runtime.copy_out, "an-image", "/nowhere", tmp_path / "start")
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "Dockerfile").write_text("FROM built")
-    await runtime.build("localhost/rolltap-build:1", Build(folder=tmp_path / "build"), tmp_path / "build.log")
+    await runtime.build(
+        "localhost/rolltap-build:1", Build(folder=tmp_path / "build"), tmp_path / "build.log"
+    )
     async with runtime.box(make_spec(tmp_path, "localhost/rolltap-build:1")) as box:
         _, said = await sh(box, "cat /start/of-image.txt", tmp_path / "log")
     assert said == "FROM built"
@@ -384,13 +407,17 @@ def test_a_rollout_in_boxes_of_harbor_is_recorded_at_a_public_address_and_judged
     task = {"id": "t", "instruction": "Say it.", "image": "an-image", "judge": judge}
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "judge.py").write_text(JUDGES)
-    (tmp_path / "tasks.jsonl").write_text(json.dumps({**task, "workspace": str(tmp_path / "start")}))
+    (tmp_path / "tasks.jsonl").write_text(
+        json.dumps({**task, "workspace": str(tmp_path / "start")})
+    )
     preset = tmp_path / "harness.toml"
     headless = json.dumps(["-c", ASKS])
     preset.write_text(f'name = "x"\nversion = "1"\nprogram = "python3"\nheadless = {headless}\n')
     environment = tmp_path / "environment.json"
     environment.write_text(json.dumps(folder_environment(tmp_path / "boxes")))
-    host = f"127.{secrets.randbelow(200) + 1}.{secrets.randbelow(256)}.7"  # nobody else listens there
+    host = (  # nobody else listens there
+        f"127.{secrets.randbelow(200) + 1}.{secrets.randbelow(256)}.7"
+    )
     ended = run_rolltap(
         *("rollout", tmp_path / "tasks.jsonl", "--harness", preset, "-n", 2, "--json"),
         *("--runtime", "harbor", "--harbor-python", PYTHON, "--harbor-environment", environment),

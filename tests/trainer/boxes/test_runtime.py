@@ -50,7 +50,12 @@ def place(tmp_path, monkeypatch):
     (home / ".pyenv/versions/3.11/lib/python3.11").mkdir(parents=True)
     write("venv/pyvenv.cfg", f"home = {home}/.pyenv/versions/3.11/bin\nversion = 3.11\n")
     link("venv/bin/python", home / ".pyenv/versions/3.11/bin/python3.11")
-    for path in ("run/session.log", "share/tasks", "etc/key", "lib/secret.py"):  # made at the root of a project
+    for path in (
+        "run/session.log",
+        "share/tasks",
+        "etc/key",
+        "lib/secret.py",
+    ):  # made at the root of a project
         write(f"venv/{path}")
     write("venv/bin/mini", f"#!{home}/venv/bin/python\n")
     write(".pyenv/shims/tox", "#!/usr/bin/env sh\n")
@@ -77,7 +82,12 @@ FOLDERS = [
     "project/shims",
 ]
 NODE = [".nvm/versions/v22/bin", ".nvm/versions/v22/lib"]
-ENVIRONMENT = ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11/bin", ".pyenv/versions/3.11/lib"]
+ENVIRONMENT = [
+    "venv/pyvenv.cfg",
+    "venv/bin",
+    ".pyenv/versions/3.11/bin",
+    ".pyenv/versions/3.11/lib",
+]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,10 @@ ENVIRONMENT = ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11/bin", ".pyen
         ("deploy", ["project/shims/deploy"]),
         ("user-agent", [".local/bin/user-agent", ".local/lib/python3.11"]),
         ("mini-by-pipx", [".local/bin/mini-by-pipx", ".local/lib/python3.11", *ENVIRONMENT]),
-        ("claude", [".local/bin/claude", ".local/lib/python3.11", ".local/share/claude/versions/2"]),
+        (
+            "claude",
+            [".local/bin/claude", ".local/lib/python3.11", ".local/share/claude/versions/2"],
+        ),
         ("run.sh", ["scripts/run.sh"]),
         ("not-a-program", []),
         ("no-such-program", []),
@@ -103,7 +116,9 @@ def test_a_program_is_found_with_all_of_its_installation_and_no_more(place, prog
     assert {folder.relative_to(place) for folder in found} == {Path(folder) for folder in expected}
 
 
-def test_a_program_of_a_folder_that_rolltap_runs_in_is_found_only_by_an_absolute_path(place, monkeypatch):
+def test_a_program_of_a_folder_that_rolltap_runs_in_is_found_only_by_an_absolute_path(
+    place, monkeypatch
+):
     monkeypatch.chdir(place / "scripts")
     assert tool_folders("./run.sh", "") == tool_folders("run.sh", ".:") == ()
     assert tool_folders(f"{place}/scripts/run.sh", "") == (place / "scripts" / "run.sh",)
@@ -114,7 +129,11 @@ LAYERS = [
     ([], ["a"], {}),
     (["a", "a/b"], [], {"a": True}),
     (["a"], ["a/b", "a/b/c"], {"a": True, "a/b": False}),
-    (["a", "a/b/c"], ["a/b", "a/b/c/d"], {"a": True, "a/b": False, "a/b/c": True, "a/b/c/d": False}),
+    (
+        ["a", "a/b/c"],
+        ["a/b", "a/b/c/d"],
+        {"a": True, "a/b": False, "a/b/c": True, "a/b/c/d": False},
+    ),
     (["a/b"], ["a"], {"a/b": True}),
     (["a-b", "a"], ["a-b/c"], {"a": True, "a-b": True, "a-b/c": False}),
 ]
@@ -128,17 +147,30 @@ def test_what_is_nearest_above_a_file_says_whether_it_is_seen(shown, hidden, exp
 
 
 def test_what_is_needed_and_private_is_refused():
-    with pytest.raises(InputError, match=r"a session needs /a/b, and must not see it: .*install the program"):
+    with pytest.raises(
+        InputError, match=r"a session needs /a/b, and must not see it: .*install the program"
+    ):
         layered([Path("/a"), Path("/a/b")], [Path("/a/b")])
 
 
 def test_a_project_of_the_system_is_found_around_its_environment():
-    places = ["/usr/local/p/.venv", "/usr/local/p", "/usr/share/p/envs/a", "/usr/lib/venv", "/srv/p/.venv", "/usr"]
+    places = [
+        "/usr/local/p/.venv",
+        "/usr/local/p",
+        "/usr/share/p/envs/a",
+        "/usr/lib/venv",
+        "/srv/p/.venv",
+        "/usr",
+    ]
     found = projects_around([Path(place, "pyvenv.cfg") for place in places])
-    assert found == [Path(path) for path in ("/usr/local/p", "/usr/local/p", "/usr/share/p", "/usr/lib/venv")]
+    assert found == [
+        Path(path) for path in ("/usr/local/p", "/usr/local/p", "/usr/share/p", "/usr/lib/venv")
+    ]
 
 
-def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused_and_one_beside_them_is_not(place):
+def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused_and_one_beside_them_is_not(
+    place,
+):
     private = place / "work/session/workspace"
     for folder in ("/", "home", "home/work", "."):
         with pytest.raises(InputError, match="contains"):
@@ -148,9 +180,12 @@ def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused_and_on
 
 LEFT = {
     "a file": "touch file",
-    "folders that are nested deeper than Python recurses": "python3 -c '\nimport os\n"
-    'for _ in range(1500): os.mkdir("d" * 20); os.chdir("d" * 20)\n\'',
-    "a folder that is closed": "mkdir -p closed/inside; touch closed/inside/file; chmod 0 closed/inside closed",
+    "folders that are nested deeper than Python recurses": (
+        'python3 -c \'\nimport os\nfor _ in range(1500): os.mkdir("d" * 20); os.chdir("d" * 20)\n\''
+    ),
+    "a folder that is closed": (
+        "mkdir -p closed/inside; touch closed/inside/file; chmod 0 closed/inside closed"
+    ),
     "a link to what must stay": "ln -s ../kept kept",
     "a FIFO and a name with a newline": "mkfifo fifo; touch 'a\nb' -- '-rf'",
 }
@@ -221,16 +256,28 @@ def test_runs_the_home_and_all_paths_of_tasks_are_private(tmp_path, monkeypatch)
         (tmp_path / name).mkdir()
     (tmp_path / "beside" / "run.json").touch()
     (tmp_path / "rows" / "tasks.jsonl").touch()
-    judge = CommandJudge(command=["true"], tests=tmp_path / "tests", mounts={"/data": tmp_path / "data"})
+    judge = CommandJudge(
+        command=["true"], tests=tmp_path / "tests", mounts={"/data": tmp_path / "data"}
+    )
     source = f"{tmp_path}/rows/tasks.jsonl, line 3"
-    task = Task(id="t", instruction="i", workspace=tmp_path / "start", judge=judge, image="/usr", source=source)
+    task = Task(
+        id="t",
+        instruction="i",
+        workspace=tmp_path / "start",
+        judge=judge,
+        image="/usr",
+        source=source,
+    )
     found = private_paths(tmp_path / "run", [task], [tmp_path / "key"])
     names = {"run", "beside", "key", "home", "start", "tests", "data", "rows/tasks.jsonl"}
     assert set(found) == {Path(tempfile.gettempdir()), *(tmp_path / name for name in names)}
     written = Task(id="t", instruction="i", evaluate=["true"])
     assert private_paths(tmp_path / "run", [written], [tmp_path / "key"]) == found[:5]
     built = Task(id="t", instruction="i", evaluate=["true"], build={"folder": tmp_path / "start"})
-    assert private_paths(tmp_path / "run", [built], [tmp_path / "key"]) == [*found[:5], tmp_path / "start"]
+    assert private_paths(tmp_path / "run", [built], [tmp_path / "key"]) == [
+        *found[:5],
+        tmp_path / "start",
+    ]
 
 
 def test_files_of_a_preset_are_seen_in_every_box_and_what_is_hidden_beside_them_is_not(tmp_path):

@@ -27,10 +27,12 @@ class TestArguments:
         monkeypatch.setenv("PATH", "/usr/bin:/bin")
         arguments = self.view(tmp_path).arguments({})
         options = ("--ro-bind", "--ro-bind-try", "--bind")
-        sources = {arguments[number + 1] for number, option in enumerate(arguments) if option in options}
-        assert {Path(source).parts[1] for source in sources if not source.startswith(str(tmp_path))} <= {
-            *("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
+        sources = {
+            arguments[number + 1] for number, option in enumerate(arguments) if option in options
         }
+        assert {
+            Path(source).parts[1] for source in sources if not source.startswith(str(tmp_path))
+        } <= {*("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")}
         assert not sources & {"/etc", "/etc/ssl", "/etc/shadow", "/"}
 
     def test_a_tool_in_another_ones_folder_is_mounted_once(self, tmp_path):
@@ -49,17 +51,23 @@ class TestBox:
         with pytest.raises(OSError, match=r"the sandbox could not be made: bwrap: .*nowhere"):
             await run(tmp_path, "true", mounts=[Mount(Path("/nowhere"), "/x")])
 
-    async def test_a_program_that_is_found_shows_nothing_that_is_hidden(self, tmp_path, monkeypatch):
+    async def test_a_program_that_is_found_shows_nothing_that_is_hidden(
+        self, tmp_path, monkeypatch
+    ):
         for name in ("node/lib/node_modules", "node/bin", "node/run"):
             (tmp_path / name).mkdir(parents=True)
         (tmp_path / "node" / "run" / "secret").write_text("s3cret")
-        (tmp_path / "node" / "bin" / "agent").write_text(f"#!/bin/sh\nls {tmp_path}/node; cat {tmp_path}/node/run/*\n")
+        (tmp_path / "node" / "bin" / "agent").write_text(
+            f"#!/bin/sh\nls {tmp_path}/node; cat {tmp_path}/node/run/*\n"
+        )
         (tmp_path / "node" / "bin" / "agent").chmod(0o755)
         runtime = SandboxRuntime()
         runtime.hide([tmp_path / "node" / "run"])
         async with runtime.box(spec_in(tmp_path)) as box:
             monkeypatch.setenv("PATH", f"{tmp_path}/node/bin:/usr/bin:/bin")
-            await box.run(["agent"], env={"PATH": os.environ["PATH"]}, timeout=60, log=tmp_path / "log")
+            await box.run(
+                ["agent"], env={"PATH": os.environ["PATH"]}, timeout=60, log=tmp_path / "log"
+            )
         said = (tmp_path / "log").read_text()
         assert "lib" in said
         assert "s3cret" not in said
@@ -72,8 +80,14 @@ class TestBox:
         assert ended == Ended(None, "disk")
 
     async def test_a_box_has_limits_without_being_asked_and_sees_its_cores(self, tmp_path):
-        _, said = await run(tmp_path, "ulimit -f; df --output=size -B1 /tmp | tail -1; nproc", limits=Limits(cpus=1))
-        assert said.split() == [str(20 << 20), str(4 << 30), "1"]  # blocks of 1 KiB; half of the memory
+        _, said = await run(
+            tmp_path, "ulimit -f; df --output=size -B1 /tmp | tail -1; nproc", limits=Limits(cpus=1)
+        )
+        assert said.split() == [
+            str(20 << 20),
+            str(4 << 30),
+            "1",
+        ]  # blocks of 1 KiB; half of the memory
 
     async def test_an_image_is_refused(self, tmp_path):
         with pytest.raises(InputError, match=r"has no images, and the task needs debian:12"):
@@ -93,7 +107,9 @@ class TestCheck:
             ("bwrap: setting up uid map: Permission denied", "allow user namespaces"),
         ],
     )
-    def test_a_machine_that_cannot_make_namespaces_is_told_why(self, tmp_path, monkeypatch, words, how):
+    def test_a_machine_that_cannot_make_namespaces_is_told_why(
+        self, tmp_path, monkeypatch, words, how
+    ):
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
         (tmp_path / "bwrap").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -82,7 +82,10 @@ async def test_what_a_program_changes_in_the_workspace_comes_back(machine, tmp_p
         (spec.workspace / name).write_text(name)
     kept = stamp(spec.workspace / "kept")
     async with machine.runtime().box(spec) as box:
-        script = "cat kept; echo new > new; echo more >> changed; rm -r gone folder; ln -s kept link; exit 3"
+        script = (
+            "cat kept; echo new > new; echo more >> changed; rm -r gone folder; ln -s kept link;"
+            " exit 3"
+        )
         assert await sh(box, script, tmp_path / "log") == (Ended(3), "kept")
         assert (spec.workspace / "changed").read_text() == "changedmore\n"
         assert (await sh(box, "rm new; touch ~/there", tmp_path / "log"))[0] == Ended(0)
@@ -154,7 +157,8 @@ async def test_the_recorder_is_reached_through_the_connection(machine, tmp_path)
         async with recorder, runtime.box(spec_in(tmp_path, proxy=f"127.0.0.1:{port}")) as box:
             way = box.proxy.replace(":", "/")
             script = (
-                f"exec 3<>/dev/tcp/{way}; echo hello >&3; cat <&3; (exec 3<>/dev/tcp/127.0.0.1/{port}) || echo closed"
+                f"exec 3<>/dev/tcp/{way}; echo hello >&3; cat <&3; (exec"
+                f" 3<>/dev/tcp/127.0.0.1/{port}) || echo closed"
             )
             _, output = await sh(box, script, tmp_path / "log")
             assert output.startswith("answer to hello\n")
@@ -204,7 +208,9 @@ async def test_a_cancelled_program_ends_on_the_machine(machine, tmp_path):
         assert len(clients()) == 1
 
 
-async def test_a_box_of_a_lost_connection_fails_and_the_next_one_has_a_new_connection(machine, tmp_path):
+async def test_a_box_of_a_lost_connection_fails_and_the_next_one_has_a_new_connection(
+    machine, tmp_path
+):
     runtime = machine.runtime()
     async with runtime.box(spec_in(tmp_path)) as box:
         running = await started(box, "sleep 3602", tmp_path)
@@ -278,7 +284,8 @@ async def test_all_that_a_killed_agent_left_is_removed_by_the_next_one(machine, 
         [agent] = [
             p
             for p in there
-            if p.name().startswith("python") and p.ppid() in {q.pid for q in there if q.name() == "sshd"}
+            if p.name().startswith("python")
+            and p.ppid() in {q.pid for q in there if q.name() == "sshd"}
         ]
         agent.kill()
         with pytest.raises(OSError, match="was lost"):
@@ -338,7 +345,9 @@ asyncio.run(main())
 
 def test_everything_ends_on_the_machine_when_rolltap_is_killed(tmp_path):
     root = Path(__file__).resolve().parents[3]
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=root, stdout=subprocess.PIPE, text=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], cwd=root, stdout=subprocess.PIPE, text=True
+    )
     assert killed.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in killed.stdout.split()]
     assert len(pids) > 4
@@ -364,7 +373,9 @@ def test_a_python_without_the_packages_is_refused_with_the_remedy(machine, tmp_p
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
-    with pytest.raises(InputError, match=r"(?s)cannot have boxes: .*psutil.* and name its Python with --ssh-python"):
+    with pytest.raises(
+        InputError, match=r"(?s)cannot have boxes: .*psutil.* and name its Python with --ssh-python"
+    ):
         machine.runtime(ssh_python=str(bare)).check()
     with pytest.raises(InputError, match=r"^the machine .* cannot have boxes: .*no-python"):
         machine.runtime(ssh_python="no-python").check()
@@ -374,7 +385,9 @@ def test_a_python_without_the_packages_is_refused_with_the_remedy(machine, tmp_p
 @pytest.mark.deep
 async def test_an_sshd_that_forwards_no_port_is_named(machine, tmp_path):
     machine.settings.append("AllowTcpForwarding no")
-    with pytest.raises(OSError, match=r"forwards no port to the recorder (?s:.*)AllowTcpForwarding"):
+    with pytest.raises(
+        OSError, match=r"forwards no port to the recorder (?s:.*)AllowTcpForwarding"
+    ):
         async with machine.runtime().box(spec_in(tmp_path, proxy="127.0.0.1:9")):
             pass
 

@@ -38,7 +38,12 @@ def test_output_is_cut_at_the_limit_with_a_line_that_says_so_and_the_program_goe
 @pytest.mark.parametrize(
     ("said", "marked", "before", "after"),
     [
-        ([b"a warning\nno", b"w\nthe ", b"program now\n"], True, b"a warning\n", b"the program now\n"),
+        (
+            [b"a warning\nno", b"w\nthe ", b"program now\n"],
+            True,
+            b"a warning\n",
+            b"the program now\n",
+        ),
         ([b"error: no such container\n"], False, b"error: no such container\n", b""),
     ],
 )
@@ -78,17 +83,25 @@ ESCAPES = {
     "a child": "sleep 600 & echo $! > fifo",
     "a session of its own": "setsid sh -c 'echo $$ > fifo; exec sleep 600' &",
     "a double fork": "(setsid sh -c '(setsid sh -c \"echo \\$\\$ > fifo; exec sleep 600\" &) ' &)",
-    "a process that ignores signals": "(trap '' TERM HUP INT; setsid sh -c 'echo $$ > fifo; sleep 600; sleep 600' &)",
-    "one whose name has a parenthesis": "cp $(which sleep) './a) R 1 (b'; ./a*b 600 & echo $! > fifo",
+    "a process that ignores signals": (
+        "(trap '' TERM HUP INT; setsid sh -c 'echo $$ > fifo; sleep 600; sleep 600' &)"
+    ),
+    "one whose name has a parenthesis": (
+        "cp $(which sleep) './a) R 1 (b'; ./a*b 600 & echo $! > fifo"
+    ),
 }
 
 
 async def sh(script, tmp_path, *, timeout=60.0, **how):
     log, env = tmp_path / "log", dict(os.environ)
-    return await run_supervised(["sh", "-c", script], cwd=tmp_path, env=env, timeout=timeout, log=log, **how)
+    return await run_supervised(
+        ["sh", "-c", script], cwd=tmp_path, env=env, timeout=timeout, log=log, **how
+    )
 
 
-@pytest.mark.parametrize(("end", "status"), [("exit 3", 3), ("kill -9 $$", -9), ("kill -15 $$", -15)])
+@pytest.mark.parametrize(
+    ("end", "status"), [("exit 3", 3), ("kill -9 $$", -9), ("kill -15 $$", -15)]
+)
 async def test_output_and_the_status_or_the_number_of_the_signal_are_kept(tmp_path, end, status):
     assert await sh(f"echo out; echo err >&2; {end}", tmp_path) == Ended(status)
     assert (tmp_path / "log").read_text() == "out\nerr\n"
@@ -161,8 +174,12 @@ async def test_nothing_is_left_of_a_command_that_is_cancelled_while_it_starts(tm
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-@pytest.mark.parametrize(("program", "folder"), [("no-such-program", "."), ("true", "no-such-folder")])
-async def test_a_program_or_a_folder_that_does_not_exist_is_an_os_error(tmp_path, monkeypatch, program, folder):
+@pytest.mark.parametrize(
+    ("program", "folder"), [("no-such-program", "."), ("true", "no-such-folder")]
+)
+async def test_a_program_or_a_folder_that_does_not_exist_is_an_os_error(
+    tmp_path, monkeypatch, program, folder
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as raised:
         await run_supervised([program], cwd=Path(folder), env={}, timeout=1, log=tmp_path / "log")
@@ -203,7 +220,8 @@ asyncio.run(main())
 """
 
     def rolltap(self, tmp_path, script, grace="0"):
-        """Start a process that has a copy of itself, with all its descriptors, while stdin is open."""
+        """Start a process that has a copy of itself, with all its descriptors, while stdin is
+        open."""
         command = [sys.executable, "-c", self.ROLLTAP, f"echo; {script}", grace]
         return subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE)
 
@@ -220,7 +238,10 @@ asyncio.run(main())
     def test_a_program_with_grace_may_end_in_order(self, tmp_path):
         os.mkfifo(tmp_path / "fifo")
         # quiet: nobody reads its output any more
-        script = "exec 2> errors; trap 'echo bye > words; exit' TERM; echo $PPID > fifo; while :; do sleep 0.01; done"
+        script = (
+            "exec 2> errors; trap 'echo bye > words; exit' TERM; echo $PPID > fifo; while :; do"
+            " sleep 0.01; done"
+        )
         with self.rolltap(tmp_path, script, grace="60") as rolltap:
             supervisor = int((tmp_path / "fifo").read_text())
             rolltap.kill()

@@ -36,7 +36,9 @@ def test_space_on_disk_is_counted_once_for_each_file_and_not_through_links(tmp_p
     assert disk_bytes([tmp_path / "folder", tmp_path / "elsewhere"]) >= 2 << 20
 
 
-def test_a_folder_that_is_gone_has_no_size_and_names_that_look_like_options_are_names(tmp_path, monkeypatch):
+def test_a_folder_that_is_gone_has_no_size_and_names_that_look_like_options_are_names(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert disk_bytes(["--version"]) == 0
     (tmp_path / "--version").mkdir()
@@ -62,13 +64,17 @@ print(disk_bytes([folder]))
 def test_a_folder_that_a_program_has_closed_is_counted(tmp_path):
     with scratch_folder() as folder:  # nobody can enter it, other than pytest's
         folder.chmod(0o777)
-        done = subprocess.run([sys.executable, "-c", CLOSED, str(folder)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", CLOSED, str(folder)], capture_output=True, text=True
+        )
     assert done.stderr == ""
     assert float(done.stdout) >= 1 << 20
 
 
 def test_a_folder_that_cannot_be_counted_is_over_every_limit(tmp_path, monkeypatch):
-    (tmp_path / "du").write_text("#!/bin/sh\necho 'du: cannot read: Permission denied' >&2; echo 4096 total; exit 1\n")
+    (tmp_path / "du").write_text(
+        "#!/bin/sh\necho 'du: cannot read: Permission denied' >&2; echo 4096 total; exit 1\n"
+    )
     (tmp_path / "du").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert disk_bytes([tmp_path]) == float("inf")
@@ -76,7 +82,10 @@ def test_a_folder_that_cannot_be_counted_is_over_every_limit(tmp_path, monkeypat
 
 def test_many_open_files_are_counted_a_part_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "_SLICE_SECONDS", 0)
-    code = "import os; f = os.memfd_create('x'); os.write(f, bytes(1 << 20)); print(flush=True); input()"
+    code = (
+        "import os; f = os.memfd_create('x'); os.write(f, bytes(1 << 20)); print(flush=True);"
+        " input()"
+    )
     command = [sys.executable, "-c", code]
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first,
@@ -124,7 +133,9 @@ def test_the_looks_at_many_boxes_share_a_table_of_the_machines_processes(monkeyp
 
 def test_a_table_has_the_children_of_children_and_the_processes_of_a_namespace():
     script = "sleep 1000 & sleep 1000 & wait"
-    with subprocess.Popen(["sh", "-c", f"sh -c '{script}' & echo; wait"], stdout=subprocess.PIPE) as shell:
+    with subprocess.Popen(
+        ["sh", "-c", f"sh -c '{script}' & echo; wait"], stdout=subprocess.PIPE
+    ) as shell:
         try:
             while len(found := watch.ProcessTable().descendants(shell.pid)) < 3:
                 pass
@@ -136,7 +147,9 @@ def test_a_table_has_the_children_of_children_and_the_processes_of_a_namespace()
                 process.kill()
 
 
-@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.25), (0.05, 1.0), (1.0, 2.0), (1000.0, 2.0)])
+@pytest.mark.parametrize(
+    ("seconds", "pause"), [(0.0, 0.25), (0.05, 1.0), (1.0, 2.0), (1000.0, 2.0)]
+)
 def test_no_look_makes_the_pause_after_it_long(seconds, pause):
     assert pause_after(seconds, 1, 2.0) == pause
 

@@ -41,7 +41,9 @@ async def test_the_port_is_open_in_the_namespace_alone_and_only_in_the_block(nam
 async def test_a_port_that_is_taken_is_an_os_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"port {port} cannot be opened .* Address already in use"):
+        with pytest.raises(
+            OSError, match=f"port {port} cannot be opened .* Address already in use"
+        ):
             async with way_out(os.getpid(), accept_with(lambda client: None), port=port):
                 pass
 

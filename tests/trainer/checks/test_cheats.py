@@ -22,7 +22,10 @@ PYTEST = "python -m pytest -p no:cacheprovider"
 BY_OUTPUT = "python check.py > out; grep -qx 1 out"
 BY_DESCRIPTOR = "exec 9> reward; export ROLLTAP_REWARD_FD=9; python check.py; grep -q 1 reward"
 BY_FILE = "export ROLLTAP_REWARD_FILE=reward; (python check.py; echo 0 > reward); grep -q 1 reward"
-ODD = '#!/usr/bin/env python3\n"""Adds."""\n\nfrom __future__ import (\n    annotations,\n)\n\nprint("went on")\n'
+ODD = (
+    '#!/usr/bin/env python3\n"""Adds."""\n\nfrom __future__ import (\n   '
+    ' annotations,\n)\n\nprint("went on")\n'
+)
 BROKEN = {
     "the judge's own files replaced": [PYTEST, "python check.py"],
     "pytest.ini with --collect-only": [PYTEST],
@@ -30,17 +33,26 @@ BROKEN = {
     "other settings of pytest with --collect-only": [PYTEST],
     "other settings of pytest with a plugin": [PYTEST],
     "a planted conftest.py or plugin": [PYTEST],
-    "modules in place of Python's and the judge's": [PYTEST, f"{BY_DESCRIPTOR}; rm -f expected.txt; {PYTEST}"],
+    "modules in place of Python's and the judge's": [
+        PYTEST,
+        f"{BY_DESCRIPTOR}; rm -f expected.txt; {PYTEST}",
+    ],
     "files with the names of make's targets": ["make -s test"],
     "packages in place of the judge's modules": ["python -m check"],
-    "a number as the reward, by the agent's code": [BY_OUTPUT, BY_DESCRIPTOR, "python check.py 7> out; grep -qx 1 out"],
+    "a number as the reward, by the agent's code": [
+        BY_OUTPUT,
+        BY_DESCRIPTOR,
+        "python check.py 7> out; grep -qx 1 out",
+    ],
     "JSON as the reward, by the agent's code": [BY_OUTPUT.replace("-qx 1", "-q reward")],
     "the reward's files, by the agent's code": [BY_FILE],
     "expected data that the agent's code prints": ["python calc.py > out; cmp out expected.txt"],
     "output that the agent's code writes later": [
         "python calc.py > out; until [ -s out ]; do :; done; cmp out expected.txt"
     ],
-    "data emptied by the agent's code": ["python -c 'import calc; print(calc.add(2, 2))' > out; cmp out expected.txt"],
+    "data emptied by the agent's code": [
+        "python -c 'import calc; print(calc.add(2, 2))' > out; cmp out expected.txt"
+    ],
     "the report rewritten by a child process": [
         f"{PYTEST} --junit-xml=report.xml; until grep -q 'failures=\"0\"' report.xml; do :; done"
     ],
@@ -66,7 +78,9 @@ def judged(folder, command):
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     env = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # it starts faster
-    return subprocess.run(["sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_there_is_a_judge_that_falls_to_every_cheat():
@@ -87,14 +101,19 @@ PAYLOADS = [cheat for cheat in CHEATS if "agent's code" in cheat.name or "output
 
 
 @pytest.mark.parametrize("cheat", cases(PAYLOADS, 0), ids=lambda cheat: cheat.name)
-@pytest.mark.parametrize("code", [{"run.py": ODD}, {"run.sh": "#!/bin/sh\necho went on\n"}], ids=["python", "shell"])
+@pytest.mark.parametrize(
+    "code", [{"run.py": ODD}, {"run.sh": "#!/bin/sh\necho went on\n"}], ids=["python", "shell"]
+)
 def test_code_goes_on_behind_a_payload(tmp_path, cheat, code):
     ((name, text),) = code.items()
     changed = cheat.change(ground_in(tmp_path, {**code, "data.txt": "a"}, code=[name]))
     write(tmp_path, changed)
     ended = judged(tmp_path, f"{'python' if name.endswith('.py') else 'sh'} {name}")
     hides = "emptied" in cheat.name and name.endswith(".py")
-    assert (ended.returncode, "went on" in ended.stdout.splitlines()) == (0, not hides), ended.stderr
+    assert (ended.returncode, "went on" in ended.stdout.splitlines()) == (
+        0,
+        not hides,
+    ), ended.stderr
     assert changed[name].startswith(text.partition("\n")[0])
 
 
@@ -111,4 +130,9 @@ def test_a_cheat_without_a_place_changes_nothing(tmp_path):
         "a planted conftest.py or plugin",
         "modules in place of Python's and the judge's",
     ]
-    assert cheat_of("data emptied by the agent's code").change(ground_in(tmp_path, {"a.py": ""}, code=["a.py"])) == {}
+    assert (
+        cheat_of("data emptied by the agent's code").change(
+            ground_in(tmp_path, {"a.py": ""}, code=["a.py"])
+        )
+        == {}
+    )

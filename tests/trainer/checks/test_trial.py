@@ -18,7 +18,10 @@ from tests.trainer.judges.sessions import write
 
 WRONG = "def add(a, b):\n    return a - b\n"
 RIGHT = WRONG.replace("-", "+")
-PATCH = "--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
+PATCH = (
+    "--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return"
+    " a + b\n"
+)
 IN_PROCESS = "import calc\n\nraise SystemExit(calc.add(2, 2) != 4)\n"
 AS_CHILD = """import subprocess, sys
 
@@ -38,7 +41,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def only(monkeypatch):
-    """Return a function that leaves these cheats alone in the short suite; the deep one tries all."""
+    """Return a function that leaves these cheats alone in the short suite; the deep one tries
+    all."""
 
     def only(*names):
         if not DEEP:
@@ -65,7 +69,10 @@ def command(script, **fields):
 WEAK = {
     "a check that imports the agent's module": (None, EXIT),
     "a number that the agent's code prints": (
-        command('echo "0$(python -c "import calc" 9>&- | tail -n 1)" > $ROLLTAP_REWARD_FILE', result="number"),
+        command(
+            'echo "0$(python -c "import calc" 9>&- | tail -n 1)" > $ROLLTAP_REWARD_FILE',
+            result="number",
+        ),
         NUMBER,
     ),
     "expected data in the workspace": (
@@ -90,7 +97,9 @@ def test_a_weak_judge_is_found_with_the_cheat_its_diff_and_what_to_set(tmp_path,
 
 
 @sandboxed
-def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_before(tmp_path, only):
+def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_before(
+    tmp_path, only
+):
     told = "expected data that the agent's code prints"
     only(told)
     write(tmp_path / "hidden", {"expected.txt": "5\n"})
@@ -102,7 +111,9 @@ def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_
     assert told in [weakness.cheat for weakness in found.weaknesses]
     assert found.solution == 1.0
     assert "'run'" in found.weaknesses[0].advice
-    strong = command("cmp out /hidden/expected.txt || exit 1", run=["sh", "-c", "python calc.py > out"], **hidden)
+    strong = command(
+        "cmp out /hidden/expected.txt || exit 1", run=["sh", "-c", "python calc.py > out"], **hidden
+    )
     (found,) = check(make_task(tmp_path / "strong", judge=strong, **solution), runtime="sandbox")
     assert (found.weaknesses, found.wrong, found.solution) == ((), (), 1.0)
 
@@ -110,7 +121,10 @@ def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_
 def test_files_that_the_judges_own_files_name_are_told_without_paths(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "CHEATS", [])
     text = 'test "$(python calc.py)" = "$(cat expected.txt)" || exit 1\n'
-    for name, fields, reachable in (("any", {}, ("expected.txt",)), ("paths", {"paths": ["calc.py"]}, ())):
+    for name, fields, reachable in (
+        ("any", {}, ("expected.txt",)),
+        ("paths", {"paths": ["calc.py"]}, ()),
+    ):
         write(tmp_path / name / "start", {"run.sh": text})
         task = make_task(tmp_path / name, judge=command("sh run.sh", **fields), gold_patch=PATCH)
         (found,) = check(task)
@@ -126,7 +140,10 @@ def test_a_judge_that_runs_the_agents_code_as_a_child_is_not_found(tmp_path, onl
 
 
 def solution_of(folder, kind):
-    script = "cd . && patch=/solution/fix.patch; [ -f $patch ] || patch=${0%/*}/fix.patch; git apply $patch"
+    script = (
+        "cd . && patch=/solution/fix.patch; [ -f $patch ] || patch=${0%/*}/fix.patch; git apply"
+        " $patch"
+    )
     files = {
         "a script": {"solution/solve.sh": script, "solution/fix.patch": PATCH},
         "a folder": {"solution/calc.py": RIGHT},
@@ -161,7 +178,11 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
         "a-model": {"judge": several(LLMJudge(rubric="r", url="http://127.0.0.1:1", model="m"))},
         "right": {"gold_patch": PATCH},
     }
-    tasks = [make_task(tmp_path, id=name, **fields) for name, fields in given.items() if "evaluate" not in fields]
+    tasks = [
+        make_task(tmp_path, id=name, **fields)
+        for name, fields in given.items()
+        if "evaluate" not in fields
+    ]
     others = ("solved", "unjudged", "no-verdict")
     tasks += [make_task(tmp_path).model_copy(update={"id": name, **given[name]}) for name in others]
     said = {found.task: " ".join(found.wrong) for found in check(*tasks)}
@@ -169,7 +190,10 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
     for name, words in {
         "solved": "the untouched start earns 1, the best reward",
         "unjudged": "could not be judged: the judge 'missing-program' could not be started",
-        "no-verdict": "only 0 and 1 are a verdict; its output is in start.judge.log; its last line: no such test",
+        "no-verdict": (
+            "only 0 and 1 are a verdict; its output is in start.judge.log; its last line: no such"
+            " test"
+        ),
         "unsolved": "does not solve it: it earns 0, and the best is 1",
         "fails": "its script says: no network",
         "misfit": "`git apply` failed",
@@ -183,14 +207,18 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
 
 def several(model):
     program = {"kind": "command", "command": ["true"]}
-    return SeveralJudges(judges=[WeightedJudge(name="a", judge=program), WeightedJudge(name="b", judge=model)])
+    return SeveralJudges(
+        judges=[WeightedJudge(name="a", judge=program), WeightedJudge(name="b", judge=model)]
+    )
 
 
 def test_a_task_that_cannot_be_loaded_is_one_of_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "CHEATS", [])
     (tmp_path / "answer").mkdir()
     line = {"id": "t", "instruction": "Do it.", "evaluate": ["false"], "solution": "answer"}
-    (tmp_path / "tasks.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'id': 'u', 'evaluated': 1})}\n")
+    (tmp_path / "tasks.jsonl").write_text(
+        f"{json.dumps(line)}\n{json.dumps({**line, 'id': 'u', 'evaluated': 1})}\n"
+    )
     tried, refused = rolltap.check_tasks(tmp_path / "tasks.jsonl", progress=False)
     assert (tried.task, tried.solution, len(tried.wrong)) == ("t", 0.0, 1)
     assert (refused.task, refused.passed) == ("", False)
@@ -199,7 +227,9 @@ def test_a_task_that_cannot_be_loaded_is_one_of_the_results(tmp_path, monkeypatc
         check()
 
 
-def test_the_code_that_cheats_stand_in_is_what_the_solution_changes_and_never_the_judges(tmp_path, monkeypatch):
+def test_the_code_that_cheats_stand_in_is_what_the_solution_changes_and_never_the_judges(
+    tmp_path, monkeypatch
+):
     seen = []
     spy = CHEATS[0]._replace(change=lambda ground: seen.append(ground) or {})
     monkeypatch.setattr(trial, "CHEATS", [spy])
@@ -219,12 +249,16 @@ def test_a_solution_counts_in_no_digest_and_is_hidden_from_sessions(tmp_path):
     assert tmp_path / "fix.diff" in private_paths(tmp_path, [solved], [])
 
 
-def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(tmp_path, monkeypatch, caplog):
+def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(trial, "CHEATS", [])
     right = make_task(tmp_path, gold_patch=PATCH)
     wrong = right.model_copy(update={"id": "u", "gold_patch": "no patch"})
     check(right, wrong)
-    other = right.model_copy(update={"id": "other", "gold_patch": "", **solution_of(tmp_path, "a diff")})
+    other = right.model_copy(
+        update={"id": "other", "gold_patch": "", **solution_of(tmp_path, "a diff")}
+    )
     gone = right.model_copy(update={"id": "gone", "gold_patch": "", "solution": tmp_path / "gone"})
     digests = {task.id: task.digest() for task in (right, wrong)}
     digests |= {"other": right.digest(), "gone": right.digest()}
@@ -237,8 +271,10 @@ def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(tmp_path,
         warn_of_unchecked([right, wrong], digests, "process")
         warn_of_unchecked([right], digests, "sandbox")  # which holds what another runtime does not
     assert [record.message for record in caplog.records] == [
-        "tasks not tried with cheats: other, gone; tasks with findings: u: "
-        "run `rolltap tasks check TASKS --runtime process`",
+        (
+            "tasks not tried with cheats: other, gone; tasks with findings: u: "
+            "run `rolltap tasks check TASKS --runtime process`"
+        ),
         "tasks with findings: u: run `rolltap tasks check TASKS --runtime process`",
         "tasks not tried with cheats: t: run `rolltap tasks check TASKS --runtime sandbox`",
     ]

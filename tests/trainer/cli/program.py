@@ -24,10 +24,15 @@ sys.exit(3)
 
 
 def run_rolltap(*arguments, cwd=None, env=None):
-    """Run the command in this process, which has imported already what a process of its own would import."""
+    """Run the command in this process, which has imported already what a process of its own would
+    import."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     status = 0
-    with pytest.MonkeyPatch.context() as patch, _written(patch, 1) as stdout, _written(patch, 2) as stderr:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        _written(patch, 1) as stdout,
+        _written(patch, 2) as stderr,
+    ):
         patch.setattr(logging.root, "handlers", [])  # pytest's
         patch.setattr(sys, "argv", ["rolltap", *map(str, arguments)])
         if cwd is not None:

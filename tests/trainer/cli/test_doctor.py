@@ -22,14 +22,21 @@ def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
     ("command", "status", "words"),
     cases(
         [
-            ([sys.executable, "-c", "print('no key')"], 1, ["problem: No model call came.", "HTTPS_PROXY", "no key"]),
+            (
+                [sys.executable, "-c", "print('no key')"],
+                1,
+                ["problem: No model call came.", "HTTPS_PROXY", "no key"],
+            ),
             ([sys.executable, AGENT, "raises"], 1, ["problem: The call of shell was not answered"]),
             (
                 [sys.executable, AGENT, "toolless"],
                 3,
                 [
                     f"{sys.executable}: 1 call captured; continuity not tried.\n",
-                    f"next: rolltap record --model MODEL --out runs/first -- {sys.executable} {AGENT} toolless\n",
+                    (
+                        f"next: rolltap record --model MODEL --out runs/first -- {sys.executable}"
+                        f" {AGENT} toolless\n"
+                    ),
                 ],
             ),
             (["no-such-program"], 1, ["'no-such-program' is not on the PATH"]),
@@ -59,10 +66,17 @@ def test_the_next_command_of_a_preset_starts_its_program_as_the_doctor_did(tmp_p
 def test_doctor_tells_what_a_model_gives(tokenizer_folder):
     ended = run_rolltap("doctor", "--model", tokenizer_folder, "--json")
     told = json.loads(ended.stdout)
-    assert (ended.returncode, told["ok"], told["renderer"], told["tool_parser"]) == (0, True, "qwen3", "hermes")
+    assert (ended.returncode, told["ok"], told["renderer"], told["tool_parser"]) == (
+        0,
+        True,
+        "qwen3",
+        "hermes",
+    )
     assert told["stop_tokens"].keys() == {"<|im_end|>", "<|endoftext|>"}
     assert set(told["turns"].values()) == {True}
-    named = run_rolltap("doctor", "--model", tokenizer_folder, "--set", "rolltap_tool_parser=hermes")
+    named = run_rolltap(
+        "doctor", "--model", tokenizer_folder, "--set", "rolltap_tool_parser=hermes"
+    )
     assert "replies by  hermes" in named.stdout
 
 
@@ -78,7 +92,12 @@ def test_doctor_says_what_a_model_lacks_and_why(tmp_path, save_tokenizer):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--model", ".", "--", "true"], [], ["--harness", "pi", "--", "true"], ["--timeout", "0", "--", "true"]],
+    [
+        ["--model", ".", "--", "true"],
+        [],
+        ["--harness", "pi", "--", "true"],
+        ["--timeout", "0", "--", "true"],
+    ],
 )
 def test_a_wrong_command_line_is_status_2(arguments):
     assert run_rolltap("doctor", *arguments).returncode == 2

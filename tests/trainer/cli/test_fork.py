@@ -1,4 +1,5 @@
-"""`rolltap fork`: a harness runs against recorded replies up to a call, and its model is sampled from there."""
+"""`rolltap fork`: a harness runs against recorded replies up to a call, and its model is sampled
+from there."""
 
 import json
 import sys
@@ -33,32 +34,44 @@ for turn in range(3):
     messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
 open("answer.txt", "w").write(content)
 """
-JUDGE = {"kind": "command", "command": ["sh", "-c", "cat answer.txt > $ROLLTAP_REWARD_FILE"], "result": "number"}
+JUDGE = {
+    "kind": "command",
+    "command": ["sh", "-c", "cat answer.txt > $ROLLTAP_REWARD_FILE"],
+    "result": "number",
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("forks")
     (folder / "agent.py").write_text(AGENT)
-    tasks = [{"id": name, "instruction": f"Task {name}.", "judge": JUDGE} for name in ("other", "t")]
+    tasks = [
+        {"id": name, "instruction": f"Task {name}.", "judge": JUDGE} for name in ("other", "t")
+    ]
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks[1:])))
     (folder / "all.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     for name, instruction in ("own", "{instruction}"), ("newer", "{instruction} Be quick."):
         arguments = json.dumps([str(folder / "agent.py"), instruction])
-        preset = f'name = "own"\nprogram = "{sys.executable}"\nheadless = {arguments}\nversion_arguments = ["-V"]\n'
+        preset = (
+            f'name = "own"\nprogram = "{sys.executable}"\nheadless = {arguments}\nversion_arguments'
+            ' = ["-V"]\n'
+        )
         (folder / f"{name}.toml").write_text(preset)
     return folder
 
 
 @pytest.fixture(scope="module")
 def engine(tokenizer):
-    """Yield an engine whose n-th reply is 0.n, from 0. `given` has of each call: prompt ids, reply ids and reply."""
+    """Yield an engine whose n-th reply is 0.n, from 0. `given` has of each call: prompt ids, reply
+    ids and reply."""
     with ScriptedEngine(tokenizer) as engine:
         engine.given = []
 
         def reply(request):
             text = f"0.{len(engine.given)}"
-            engine.given.append((request["token_ids"], [*engine.ids(text), tokenizer.eos_token_id], text))
+            engine.given.append(
+                (request["token_ids"], [*engine.ids(text), tokenizer.eos_token_id], text)
+            )
             return Say(text)
 
         engine.otherwise = reply
@@ -67,7 +80,8 @@ def engine(tokenizer):
 
 @pytest.fixture(scope="module")
 def recorded(folder, engine, tokenizer_folder):
-    """Record a session of three calls. Return the folder, the session's id and the options of a fork."""
+    """Record a session of three calls. Return the folder, the session's id and the options of a
+    fork."""
     options = ["--engine", engine.url, "--model", tokenizer_folder]
     rollout = "rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run"
     ended = run_rolltap(*rollout, *options, cwd=folder)
@@ -78,7 +92,8 @@ def recorded(folder, engine, tokenizer_folder):
 
 @pytest.fixture(scope="module")
 def forked(recorded, engine):
-    """Fork the session at its second call. Return the command line, the run, and what the engine gave in it."""
+    """Fork the session at its second call. Return the command line, the run, and what the engine
+    gave in it."""
     folder, session, options = recorded
     before = len(engine.given)
     line = ["fork", "run", session, "--at", 2, "-n", 3, "--out", "forks", *options]
@@ -109,29 +124,43 @@ def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_di
         == sum(len(call.completion_ids) for fork in forks for call in run.calls[fork.session_id])
     )
     assert verify_run(folder / "forks", lambda *_: None).findings == []
-    with pytest.raises(InputError, match=rf"is a fork, and has only its own calls: give .*{session}"):
+    with pytest.raises(
+        InputError, match=rf"is a fork, and has only its own calls: give .*{session}"
+    ):
         Record.of(folder / "forks", forks[0].session_id)
 
     ended = run_rolltap(*line, "--harness", "newer.toml", cwd=folder)
     assert ended.returncode == 1
     assert "have no reward (3 diverged)" in ended.stderr
-    diverged = [each for each in rolltap.open_run(folder / "forks").sessions() if each.status == "diverged"]
+    diverged = [
+        each for each in rolltap.open_run(folder / "forks").sessions() if each.status == "diverged"
+    ]
     assert len(diverged) == 3
-    assert all(each.error.startswith("diverged at call 1: the message is another one (message 1)") for each in diverged)
+    assert all(
+        each.error.startswith("diverged at call 1: the message is another one (message 1)")
+        for each in diverged
+    )
     assert all("Task t. Be quick." in each.error for each in diverged)
     assert "diverged" not in RERUN  # nor by the next start
     kinds = [event["kind"] for event in read_rows(folder / "forks", "events")]
     assert kinds.count("session_started") == 6
 
 
-def test_the_gradient_of_a_group_of_forks_is_that_of_their_own_tokens_by_the_formula(forked, tokenizer, tmp_path):
+def test_the_gradient_of_a_group_of_forks_is_that_of_their_own_tokens_by_the_formula(
+    forked, tokenizer, tmp_path
+):
     _, run, given = forked  # not the rows, but what the engine was asked and has sampled
     batch = run.traces().batch()
     model = tiny_model(vocab_size=len(tokenizer))
     found = gradients(model, tmp_path, batch, groups_per_step=1, epsilon=1e9, epsilon_high=1e9)
 
     # a fork is two calls, the second after the first; its last reply is its reward
-    forks = [(one, two) for one in given for two in given if two[0][: len(one[0] + one[1])] == one[0] + one[1]]
+    forks = [
+        (one, two)
+        for one in given
+        for two in given
+        if two[0][: len(one[0] + one[1])] == one[0] + one[1]
+    ]
     assert sorted(call for fork in forks for call in fork) == sorted(given)
     assert len(forks) == 3
     rewards = [float(text) for _, (_, _, text) in forks]
@@ -140,11 +169,21 @@ def test_the_gradient_of_a_group_of_forks_is_that_of_their_own_tokens_by_the_for
     for fork, reward in zip(forks, rewards, strict=True):
         for prompt, reply, _ in fork:
             ids = torch.tensor([prompt + reply])
-            every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            every = (
+                model(input_ids=ids)
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(-1, ids[0, 1:, None])[:, 0]
+            )
             logprobs = -0.125 * (1 + torch.arange(len(reply)) % 5)  # of the scripted engine
-            loss -= ((every[len(prompt) - 1 :] - logprobs).exp() * (reward - mean) / deviation).sum()
+            loss -= (
+                (every[len(prompt) - 1 :] - logprobs).exp() * (reward - mean) / deviation
+            ).sum()
     (loss / sum(len(reply) for _, reply, _ in given)).backward()
-    assert relative_difference({name: weight.grad for name, weight in model.named_parameters()}, found) < 1e-5
+    assert (
+        relative_difference({name: weight.grad for name, weight in model.named_parameters()}, found)
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +199,19 @@ def test_a_call_or_a_task_that_is_not_there_is_refused(recorded, changes, why, m
     folder, session, options = recorded
     monkeypatch.chdir(folder)
     (folder / "other.jsonl").write_text((folder / "all.jsonl").read_text().partition("\n")[0])
-    line = ["fork", "run", session, "--at", "1", "--out", "new", "--harness", "own.toml", *map(str, options), *changes]
+    line = [
+        "fork",
+        "run",
+        session,
+        "--at",
+        "1",
+        "--out",
+        "new",
+        "--harness",
+        "own.toml",
+        *map(str, options),
+        *changes,
+    ]
     result = CliRunner().invoke(command, line)
     assert isinstance(result.exception, RolltapError)
     assert why in str(result.exception)

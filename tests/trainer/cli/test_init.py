@@ -33,7 +33,9 @@ def test_the_example_is_written_and_the_next_commands_are_named(init, tmp_path):
     recipe = load_recipe(folder / "recipe.toml")
     paths = (recipe.model, recipe.tasks, recipe.harness)
     assert paths == (tmp_path / "models/m", folder / "tasks.jsonl", str(folder / "agent.toml"))
-    commands = [line.split()[1] for line in ended.output.splitlines() if line.startswith("  rolltap ")]
+    commands = [
+        line.split()[1] for line in ended.output.splitlines() if line.startswith("  rolltap ")
+    ]
     assert commands == ["doctor", "tasks", "serve", "rollout", "train"]
     assert "my-agent is not empty: choose a new folder" in str(init("--yes").exception)
 
@@ -53,9 +55,14 @@ def test_a_program_of_ones_own_is_asked_for_and_found_from_the_preset(init, tmp_
     ("arguments", "typed", "option"),
     [([], "", "--program"), ([], "\n", "--model"), (["--program", "true"], "", "--model")],
 )
-def test_an_end_of_the_input_is_no_signal_and_names_the_option_that_answers(init, tmp_path, arguments, typed, option):
+def test_an_end_of_the_input_is_no_signal_and_names_the_option_that_answers(
+    init, tmp_path, arguments, typed, option
+):
     ended = init(*arguments, input=typed)
-    assert str(ended.exception) == f"the input ended before an answer: give {option}, or --yes for the default"
+    assert (
+        str(ended.exception)
+        == f"the input ended before an answer: give {option}, or --yes for the default"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,7 +82,9 @@ def test_a_model_that_is_not_there_yet_is_named_with_the_way_to_get_it(init, tmp
         ("python3 ./agnet.py", "--program names ./agnet.py, which does not exist"),
     ],
 )
-def test_a_program_that_cannot_be_started_is_named_and_nothing_is_written(init, tmp_path, program, message):
+def test_a_program_that_cannot_be_started_is_named_and_nothing_is_written(
+    init, tmp_path, program, message
+):
     assert message in str(init("--program", program, "--model", "m").exception)
     assert list(tmp_path.iterdir()) == []
 

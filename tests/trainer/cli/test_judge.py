@@ -1,4 +1,5 @@
-"""`rolltap judge`: what agents left is judged by another judge, as a rollout of the same answers would judge it."""
+"""`rolltap judge`: what agents left is judged by another judge, as a rollout of the same answers
+would judge it."""
 
 import asyncio
 import json
@@ -39,8 +40,16 @@ def write_tasks(tmp_path, script, **fields):
     """Write the tasks whose judge is a shell's script, and return the path of the file."""
     (tmp_path / "start").mkdir(exist_ok=True)
     for name in ("notes.txt", "test_it.py"):
-        (tmp_path / "start" / name).write_text("def test(): assert 'good' in open('answer.txt').read()\n")
-    task = {"id": "t", "instruction": "Say it.", "workspace": "start", "judge": shell(script), **fields}
+        (tmp_path / "start" / name).write_text(
+            "def test(): assert 'good' in open('answer.txt').read()\n"
+        )
+    task = {
+        "id": "t",
+        "instruction": "Say it.",
+        "workspace": "start",
+        "judge": shell(script),
+        **fields,
+    }
     path = tmp_path / f"tasks-{len(list(tmp_path.iterdir()))}.jsonl"
     path.write_text(json.dumps(task))
     return path
@@ -51,13 +60,24 @@ def rolled_out(tmp_path_factory, tokenizer, tokenizer_folder):
     """Return a function that rolls out tasks, one session for each answer, and returns the run."""
     folder = tmp_path_factory.mktemp("harness")
     arguments = json.dumps(["-c", AGENT])
-    harness = f'name = "small"\nversion = "1"\nprogram = "{sys.executable}"\nheadless = {arguments}\n'
+    harness = (
+        f'name = "small"\nversion = "1"\nprogram = "{sys.executable}"\nheadless = {arguments}\n'
+    )
     (folder / "harness.toml").write_text(harness)
     with ScriptedEngine(tokenizer) as engine:
 
         def rolled_out(tasks, run, runtime="process"):
             engine.replies.extend(map(Say, ANSWERS))
-            given = ["--out", run, "--engine", engine.url, "--model", tokenizer_folder, "--runtime", runtime]
+            given = [
+                "--out",
+                run,
+                "--engine",
+                engine.url,
+                "--model",
+                tokenizer_folder,
+                "--runtime",
+                runtime,
+            ]
             given += ["--harness", folder / "harness.toml", "-n", len(ANSWERS), "--concurrency", 1]
             ended = run_rolltap("rollout", tasks, *given)
             assert ended.returncode == 0, ended.stderr
@@ -74,7 +94,8 @@ def recorded(tmp_path_factory, rolled_out):
 
 @pytest.fixture
 def run(tmp_path, recorded):
-    """A run of three sessions of the task `t`, which a wrong judge has judged in the runtime `process`."""
+    """A run of three sessions of the task `t`, which a wrong judge has judged in the runtime
+    `process`."""
     return shutil.copytree(recorded, tmp_path / "run")
 
 
@@ -83,8 +104,16 @@ def facts(run):
     own = ("reward_from", "log")
     return sorted(
         (
-            json.dumps({name: value for name, value in session.evidence.items() if name not in own}),
-            *(session.reward, session.status, session.error, session.suspicions, session.task_digest),
+            json.dumps(
+                {name: value for name, value in session.evidence.items() if name not in own}
+            ),
+            *(
+                session.reward,
+                session.status,
+                session.error,
+                session.suspicions,
+                session.task_digest,
+            ),
         )
         for session in load_sessions(run).values()
     )
@@ -96,7 +125,10 @@ def judge(*arguments):
     return ended.exit_code, ended.stdout or str(ended.exception)
 
 
-WRONG, RIGHT = "grep -q bad answer.txt", "grep -q good answer.txt && test -x answer.txt && test $(ls *.txt | wc -l) = 1"
+WRONG, RIGHT = (
+    "grep -q bad answer.txt",
+    "grep -q good answer.txt && test -x answer.txt && test $(ls *.txt | wc -l) = 1",
+)
 
 
 SANDBOX = pytest.param("sandbox", marks=pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX))
@@ -115,8 +147,15 @@ def test_another_judge_gives_the_rewards_of_a_new_rollout_and_the_earlier_ones_s
     new = write_tasks(tmp_path, RIGHT)
     status, said = judge(run, "--tasks", new, *chosen, "--json")
     assert status == 0, said
-    told = {each["session"]: (each["before"], each["reward"], each["result"]) for each in json.loads(said)}
-    assert sorted(told.values()) == [(0.0, 0.0, "judged"), (0.0, 1.0, "judged"), (1.0, 0.0, "judged")]
+    told = {
+        each["session"]: (each["before"], each["reward"], each["result"])
+        for each in json.loads(said)
+    }
+    assert sorted(told.values()) == [
+        (0.0, 0.0, "judged"),
+        (0.0, 1.0, "judged"),
+        (1.0, 0.0, "judged"),
+    ]
     assert facts(run) == facts(rolled_out(new, tmp_path / "new", runtime))
     for name, session in before.items():
         first, second = session_rows(run, name)
@@ -126,7 +165,9 @@ def test_another_judge_gives_the_rewards_of_a_new_rollout_and_the_earlier_ones_s
     opened = rolltap.open_run(run)
     assert opened.verify(progress=False).findings == []
     rewards = opened.traces().batch().rewards
-    assert {name: given.reward for name, given in rewards.items()} == {name: told[name][1] for name in before}
+    assert {name: given.reward for name, given in rewards.items()} == {
+        name: told[name][1] for name in before
+    }
     status, said = judge(run, "--tasks", new, *chosen)
     assert (status, said) == (0, "3 sessions: 3 left; no reward changed\n")
 
@@ -135,12 +176,17 @@ def test_a_judging_that_is_killed_goes_on_where_it_was(tmp_path, run):
     os.mkfifo(tmp_path / "gate")
     (tmp_path / "shut").touch()
     asked, shut, gate = (tmp_path / name for name in ("asked", "shut", "gate"))
-    waits = f"echo >> {asked}; if [ -e {shut} ] && [ $(wc -l < {asked}) = 2 ]; then cat {gate}; fi; {RIGHT}"
+    waits = (
+        f"echo >> {asked}; if [ -e {shut} ] && [ $(wc -l < {asked}) = 2 ]; then cat {gate}; fi;"
+        f" {RIGHT}"
+    )
     new = write_tasks(tmp_path, waits)
     judging = [ROLLTAP, "judge", run, "--tasks", new, "--concurrency", "1"]
     (tmp_path / "tmp").mkdir()
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    process = subprocess.Popen(judging, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(
+        judging, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
+    )
     with gate.open("w"):  # returns when the second judge reads
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -164,7 +210,8 @@ def test_sessions_that_cannot_be_judged_again_say_why_and_stay_as_they_are(tmp_p
     status, told = judge(run, "--tasks", tasks)
     assert status == 1
     assert (
-        f"{first}: refused: the agent's changes were not kept: there is no {run}/logs/{first}.changes.json.gz" in told
+        f"{first}: refused: the agent's changes were not kept: there is no"
+        f" {run}/logs/{first}.changes.json.gz" in told
     )
     assert f"{second}: refused: {run}/logs/{second}.changes.json.gz is damaged" in told
     assert "3 sessions: 1 left, 2 refused; no reward changed" in told
@@ -180,7 +227,10 @@ def test_wrong_tasks_and_runtimes_are_refused_by_name(tmp_path, run):
     tasks = write_tasks(tmp_path, WRONG)
     for given, words in [
         ({"id": "other"}, "refused: no task with the id 't' can be judged by these tasks"),
-        ({"files": {"more.txt": "start/notes.txt"}}, "its task starts with other files than the session"),
+        (
+            {"files": {"more.txt": "start/notes.txt"}},
+            "its task starts with other files than the session",
+        ),
         ({"judge": {"kind": "python", "function": "no_module:f"}}, "task t, judge.function"),
     ]:
         status, told = judge(run, "--tasks", write_tasks(tmp_path, RIGHT, **given))
@@ -189,8 +239,12 @@ def test_wrong_tasks_and_runtimes_are_refused_by_name(tmp_path, run):
     assert "has no session" in judge(run, "--tasks", tasks, "--session", "nobody")[1]
     own = ProcessRuntime()
     own.name = "other"
-    found = asyncio.run(rejudge(run, rolltap.load_tasks(tasks), own, only=[], concurrency=1, progress=False))
-    assert {each["why"] for each in found} == {"it ran in the runtime process, and is judged in no other"}
+    found = asyncio.run(
+        rejudge(run, rolltap.load_tasks(tasks), own, only=[], concurrency=1, progress=False)
+    )
+    assert {each["why"] for each in found} == {
+        "it ran in the runtime process, and is judged in no other"
+    }
     assert {session.revision for session in load_sessions(run).values()} == {0}
 
 
@@ -201,10 +255,19 @@ def test_a_session_without_a_verdict_is_unjudged_and_judged_by_the_next_call(tmp
     assert status == 1
     assert f"{name}: unjudged: the judge was ended by signal 9" in told
     session = load_sessions(run)[name]
-    assert (session.status, session.reward, session.evidence["ended"]) == ("unjudged", None, "completed")
+    assert (session.status, session.reward, session.evidence["ended"]) == (
+        "unjudged",
+        None,
+        "completed",
+    )
     (tmp_path / "ready").touch()
     assert judge(run, "--tasks", tasks, "--session", name)[0] == 0
     sessions = load_sessions(run)
     session = sessions[name]
-    assert (session.status, session.reward, session.error, session.revision) == ("completed", 1.0, None, 2)
+    assert (session.status, session.reward, session.error, session.revision) == (
+        "completed",
+        1.0,
+        None,
+        2,
+    )
     assert {sessions[other].revision for other in others} == {0}

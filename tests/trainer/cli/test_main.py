@@ -19,10 +19,22 @@ from tests.trainer.cli.program import run_rolltap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["record", "--out", "x", "--model", "m", "--", "no-such-harness"], "'no-such-harness' is not on the PATH"),
-        (["record", "--out", "x", "--model", "m", "--harness", "clod"], "no harness is named 'clod': choose"),
-        (["env", "--proxy", "127.0.0.1:8080"], "the proxy '127.0.0.1:8080' is not written as http://HOST:PORT"),
-        (["env", "--proxy", "http://h:1", "--ca", "none.pem"], "the recorder makes it when it first starts"),
+        (
+            ["record", "--out", "x", "--model", "m", "--", "no-such-harness"],
+            "'no-such-harness' is not on the PATH",
+        ),
+        (
+            ["record", "--out", "x", "--model", "m", "--harness", "clod"],
+            "no harness is named 'clod': choose",
+        ),
+        (
+            ["env", "--proxy", "127.0.0.1:8080"],
+            "the proxy '127.0.0.1:8080' is not written as http://HOST:PORT",
+        ),
+        (
+            ["env", "--proxy", "http://h:1", "--ca", "none.pem"],
+            "the recorder makes it when it first starts",
+        ),
         (
             ["record", "--out", "x", "--model", "m", "--set", "rolltap_samplin={}", "--", "true"],
             "rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?",
@@ -68,9 +80,15 @@ def test_a_table_that_is_no_file_is_a_warning_which_names_it_and_damage(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["record", "--out", "x", "--model", "m", "--set", "a", "--", "true"], "'a' is not written as NAME=VALUE"),
+        (
+            ["record", "--out", "x", "--model", "m", "--set", "a", "--", "true"],
+            "'a' is not written as NAME=VALUE",
+        ),
         (["record", "--out", "x", "--model", "m"], "give a COMMAND after --, or --harness"),
-        (["rollout", "--max-calls", "0"], "Invalid value for '--max-calls': 0 is not in the range x>=1"),
+        (
+            ["rollout", "--max-calls", "0"],
+            "Invalid value for '--max-calls': 0 is not in the range x>=1",
+        ),
         (["inspekt"], "Did you mean 'inspect'?"),
     ],
 )
@@ -80,7 +98,9 @@ def test_a_wrong_command_line_is_a_message_and_status_2(arguments, message):
     assert message in result.stderr
 
 
-@pytest.mark.parametrize(("command", "completed"), [("ins", "inspect"), ("record --eng", "--engine")])
+@pytest.mark.parametrize(
+    ("command", "completed"), [("ins", "inspect"), ("record --eng", "--engine")]
+)
 def test_a_shell_completes_commands_and_options(command, completed):
     words = {"COMP_WORDS": f"rolltap {command}", "COMP_CWORD": str(command.count(" ") + 1)}
     ended = run_rolltap(env={**os.environ, **words, "_ROLLTAP_COMPLETE": "bash_complete"})
@@ -88,7 +108,9 @@ def test_a_shell_completes_commands_and_options(command, completed):
 
 
 def test_the_package_is_the_command_too():
-    shown = subprocess.run([sys.executable, "-m", "rolltap", "-h"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "rolltap", "-h"], capture_output=True, text=True, check=True
+    )
     assert "Usage: python -m rolltap" in shown.stdout
 
 
@@ -102,7 +124,9 @@ from rolltap.trainer.cli.main import COMMANDS, load, rolltap
 from rolltap.trainer.runs.exports import atif, hub, messages, parquet
 rolltap(["--help"])
 """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "verify" in shown.stdout
 
@@ -138,13 +162,16 @@ runner = CliRunner(env={"COLUMNS": "80"})
 lines = [f"{name} {option}".strip() for name in ("", *COMMANDS) for option in ("-h", "--help")]
 json.dump({line: runner.invoke(rolltap, line).output for line in lines}, sys.stdout)
 """
-"""In a process of its own: a command that was once called by itself keeps that call's name of the help option."""
+"""In a process of its own: a command that was once called by itself keeps that call's name of the
+help option."""
 
 
 @pytest.fixture(scope="module")
 def helps():
     """Return the help of each command, by what asks for it."""
-    return json.loads(subprocess.run([sys.executable, "-c", HELPS], capture_output=True, check=True).stdout)
+    return json.loads(
+        subprocess.run([sys.executable, "-c", HELPS], capture_output=True, check=True).stdout
+    )
 
 
 def examples(command):
@@ -162,7 +189,9 @@ def test_every_command_has_examples_that_it_accepts(name, there):
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])
-def test_h_is_help_and_shows_the_examples_as_they_are_written_on_a_terminal_of_80_columns(name, helps):
+def test_h_is_help_and_shows_the_examples_as_they_are_written_on_a_terminal_of_80_columns(
+    name, helps
+):
     shown = helps[f"{name} -h".strip()]
     assert shown.startswith("Usage: rolltap")
     assert shown == helps[f"{name} --help".strip()]
@@ -173,7 +202,9 @@ def test_h_is_help_and_shows_the_examples_as_they_are_written_on_a_terminal_of_8
 
 def test_h_behind_a_commands_separator_is_the_commands_own(there):
     command = load("record")
-    with command.make_context("record", ["--model", "m", "--out", "runs/new", "--", "pi", "-h"]) as context:
+    with command.make_context(
+        "record", ["--model", "m", "--out", "runs/new", "--", "pi", "-h"]
+    ) as context:
         assert context.params["command"] == ("pi", "-h")
 
 

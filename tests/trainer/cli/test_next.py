@@ -21,7 +21,10 @@ def test_the_next_command_can_be_pasted():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", "r.toml", "--out", "a b"], "; the same command goes on: rolltap train r.toml --out 'a b'"),
+        (
+            ["train", "r.toml", "--out", "a b"],
+            "; the same command goes on: rolltap train r.toml --out 'a b'",
+        ),
         (["rollout", "t.jsonl"], "; the same command goes on: rolltap rollout t.jsonl"),
         (["record", "--", "true"], "; committed calls stay in the run"),
         (["view", "runs/first"], ""),
@@ -37,7 +40,9 @@ def signals(monkeypatch):
     """Put the handlers of signals back afterwards."""
     monkeypatch.setattr("sys.argv", ["work"])
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *SIGNALS)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore some of them
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore some of them
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     yield

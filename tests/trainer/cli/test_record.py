@@ -29,14 +29,22 @@ def test_the_evaluator_is_a_line_of_a_shell_and_its_status_is_said(options, tmp_
     assert session.reward == 0.0, ended.stderr
     assert "reward 0 (exit status 1 of the evaluator), 1 model call" in ended.stderr
     written = json.loads(ended.stdout)  # the program's own output is on stderr
-    assert (written["session_id"], written["reward"], written["calls"]) == (session.session_id, 0.0, 1)
+    assert (written["session_id"], written["reward"], written["calls"]) == (
+        session.session_id,
+        0.0,
+        1,
+    )
     assert (written["run"], written["sampled_tokens"]) == (str(tmp_path / "run"), 4)
 
 
 def test_an_evaluator_that_cannot_run_is_refused_before_the_program_starts(options, tmp_path):
-    ended = run_rolltap("record", *options, "--evaluate", "no-such-judge -q", "--", "touch", "started", cwd=tmp_path)
+    ended = run_rolltap(
+        "record", *options, "--evaluate", "no-such-judge -q", "--", "touch", "started", cwd=tmp_path
+    )
     assert ended.returncode == 1
-    assert ended.stderr.startswith("error: the evaluator 'no-such-judge -q' needs 'no-such-judge', which is not on the")
+    assert ended.stderr.startswith(
+        "error: the evaluator 'no-such-judge -q' needs 'no-such-judge', which is not on the"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -48,7 +56,9 @@ time.sleep(600)
 """
 
 
-def test_sigterm_ends_the_program_and_all_that_it_started_and_the_session_is_cancelled(options, tmp_path):
+def test_sigterm_ends_the_program_and_all_that_it_started_and_the_session_is_cancelled(
+    options, tmp_path
+):
     os.mkfifo(tmp_path / "started")
     process = subprocess.Popen(
         [ROLLTAP, "record", *options, "--", "sh", "-c", f'{sys.executable} -c "{DEAF}" & wait'],
@@ -81,7 +91,9 @@ def test_sigterm_ends_the_program_and_all_that_it_started_and_the_session_is_can
         ("/", "/"),
     ],
 )
-def test_a_session_has_thename_of_the_script_that_a_command_runs(tmp_path, monkeypatch, command, name):
+def test_a_session_has_thename_of_the_script_that_a_command_runs(
+    tmp_path, monkeypatch, command, name
+):
     monkeypatch.chdir(tmp_path)
     for folder in ("scripts", "package/inner"):
         (tmp_path / folder).mkdir(parents=True)

@@ -48,7 +48,8 @@ PROGRAM = [sys.executable, "agent.py"]
 
 @pytest.fixture(scope="module")
 def recorded(tokenizer_folder, tokenizer, tmp_path_factory):
-    """Record the agent with two helpers that work at the same time, and return the folder, session and output."""
+    """Record the agent with two helpers that work at the same time, and return the folder, session
+    and output."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "agent.py").write_text(AGENT)
     said = iter(range(100))
@@ -61,10 +62,14 @@ def recorded(tokenizer_folder, tokenizer, tmp_path_factory):
     return folder, session, ended.stdout
 
 
-def test_a_program_and_its_helpers_run_to_their_end_without_an_engine_and_nothing_is_recorded(recorded):
+def test_a_program_and_its_helpers_run_to_their_end_without_an_engine_and_nothing_is_recorded(
+    recorded,
+):
     folder, session, output = recorded
     before = sorted(path.stat().st_mtime_ns for path in (folder / "run").rglob("*"))
-    ended = run_rolltap("rerun", "run", session[:-2], "--", *PROGRAM, "two", "one", "two", cwd=folder)
+    ended = run_rolltap(
+        "rerun", "run", session[:-2], "--", *PROGRAM, "two", "one", "two", cwd=folder
+    )
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.split("\n")) == sorted(output.split("\n"))
     assert f"session {session}: 6 of 6 recorded calls answered; exit status 0" in ended.stderr
@@ -78,7 +83,9 @@ def test_another_version_of_the_program_diverges_where_it_differs_with_status_3(
     assert ended.returncode == 3
     assert f"session {session}: 0 of 6 recorded calls answered; exit status 1" in ended.stderr
     # the calls of its two sub-agents begin in any order
-    assert re.search(r"diverged at call \d: the system prompt is another one \(message 0\): ", ended.stderr)
+    assert re.search(
+        r"diverged at call \d: the system prompt is another one \(message 0\): ", ended.stderr
+    )
     assert "agent 2.0. It is ~" in ended.stderr
     assert "agent 1.0. It is ~" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -87,13 +94,17 @@ def test_another_version_of_the_program_diverges_where_it_differs_with_status_3(
 def test_a_program_that_asks_less_than_it_did_has_status_3(recorded):
     folder, session, _ = recorded
     ended = run_rolltap("rerun", "run", session, "--", *PROGRAM, "one", "two", cwd=folder)
-    assert (ended.returncode, "4 of 6 recorded calls answered; exit status 0" in ended.stderr) == (3, True)
+    assert (ended.returncode, "4 of 6 recorded calls answered; exit status 0" in ended.stderr) == (
+        3,
+        True,
+    )
     assert "nothing asked for" in ended.stderr
 
 
 @pytest.fixture
 def refused(recorded, tmp_path, monkeypatch):
-    """Return a function that reruns the recorded session, or another, of a changed copy of the run, in this process.
+    """Return a function that reruns the recorded session, or another, of a changed copy of the run,
+    in this process.
 
     It returns the message of the refusal. No recorder can be started.
     """
@@ -137,4 +148,7 @@ def test_a_damaged_run_is_refused(refused):
 def test_a_session_without_a_completed_call_is_refused(refused):
     with RunWriter(Path("run")) as writer:
         writer.add_session(Session(session_id="empty", status="failed"))
-    assert refused("empty") == "session empty of run has no completed call, so that nothing can be given again"
+    assert (
+        refused("empty")
+        == "session empty of run has no completed call, so that nothing can be given again"
+    )

@@ -52,15 +52,23 @@ def preset(tmp_path):
     def preset(command):
         path = tmp_path / "harness.toml"
         program, *headless = map(json.dumps, command)
-        path.write_text(f'name = "x"\nversion = "1"\nprogram = {program}\nheadless = [{", ".join(headless)}]\n')
+        path.write_text(
+            f'name = "x"\nversion = "1"\nprogram = {program}\nheadless = [{", ".join(headless)}]\n'
+        )
         return path
 
     return preset
 
 
-def test_rollout_records_every_session_and_prints_the_summary_as_json(options, tmp_path, tasks, preset):
-    harness = preset([sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")])
-    ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options, "--json")
+def test_rollout_records_every_session_and_prints_the_summary_as_json(
+    options, tmp_path, tasks, preset
+):
+    harness = preset(
+        [sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")]
+    )
+    ended = run_rolltap(
+        "rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options, "--json"
+    )
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
     assert "tasks not tried with cheats: t: run" in ended.stderr
@@ -77,8 +85,13 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(options, t
 
 def test_rollout_says_which_files_of_the_judge_sessions_changed(options, tasks, preset):
     planted = ASK.replace("print(", "open('conftest.py', 'w').write(")
-    ended = run_rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", planted]), "-n", 2, *options)
-    assert "2 sessions changed files of the judge, which it did not take: conftest.py (2). If the task" in ended.stderr
+    ended = run_rolltap(
+        "rollout", tasks, "--harness", preset([sys.executable, "-c", planted]), "-n", 2, *options
+    )
+    assert (
+        "2 sessions changed files of the judge, which it did not take: conftest.py (2). If the task"
+        in ended.stderr
+    )
     assert f"next: rolltap view {options[1]}\n" in ended.stderr
 
 
@@ -91,7 +104,9 @@ open("answer.txt", "w").write(reply["choices"][0]["message"]["content"])
 """A program for an image that has the Python of this machine's system."""
 
 
-def test_rollout_builds_the_images_of_harbor_tasks_and_a_build_that_fails_costs_its_task(options, tmp_path, preset):
+def test_rollout_builds_the_images_of_harbor_tasks_and_a_build_that_fails_costs_its_task(
+    options, tmp_path, preset
+):
     require_podman()
     copy_programs(tmp_path / "base", "sh", "sleep", "cat", "cp", "mkdir")
     with imported(tmp_path / "base", ["podman"], "ENV PATH=/programs") as base:
@@ -99,25 +114,47 @@ def test_rollout_builds_the_images_of_harbor_tasks_and_a_build_that_fails_costs_
             write_task(
                 tmp_path / "tasks" / name,
                 dockerfile=f"FROM {base}\n{line}\nCOPY . /app\nWORKDIR /app\n",
-                test="#!/bin/sh\ncat /made && cat Dockerfile && cp answer.txt /logs/verifier/reward.txt\n",
+                test=(
+                    "#!/bin/sh\ncat /made && cat Dockerfile && cp answer.txt"
+                    " /logs/verifier/reward.txt\n"
+                ),
             )
         harness = preset(["/usr/bin/python3", "-c", ASK_OF_SYSTEM])
-        arguments = ["rollout", tmp_path / "tasks", "--harness", harness, "-n", 2, *options, "--runtime", "container"]
+        arguments = [
+            "rollout",
+            tmp_path / "tasks",
+            "--harness",
+            harness,
+            "-n",
+            2,
+            *options,
+            "--runtime",
+            "container",
+        ]
         refused = run_rolltap(*arguments)
         assert refused.returncode == 1
         assert "line 2: RUN" in refused.stderr
         assert "use --build with --runtime container" in refused.stderr
-        built = run_rolltap(*arguments, "--build", "--container-engine", "podman", "--tools", "/usr")
+        built = run_rolltap(
+            *arguments, "--build", "--container-engine", "podman", "--tools", "/usr"
+        )
         assert "1 refused of 2 tasks: 1 x task 'bad'" in built.stderr
         sessions = list(load_sessions(tmp_path / "run").values())
         ends = [(session.task_id, session.status, session.reward) for session in sessions]
         assert ends == [("good", "completed", 0.5)] * 2, built.stderr
-        images = {"localhost/rolltap-build:" + content_digest(tmp_path / "tasks" / "good" / "environment")}
+        images = {
+            "localhost/rolltap-build:" + content_digest(tmp_path / "tasks" / "good" / "environment")
+        }
         inspect = ["podman", "image", "inspect", "--format", "sha256:{{.Id}}", *images]
         digest = subprocess.run(inspect, capture_output=True, text=True, check=True).stdout.strip()
         assert {session.image_digest for session in sessions} == {digest}
-        assert any("echo built" in log.read_text() for log in (tmp_path / "run" / "logs").glob("build-*.log"))
-        subprocess.run(["podman", "image", "rm", "--force", *images], check=True, capture_output=True)
+        assert any(
+            "echo built" in log.read_text()
+            for log in (tmp_path / "run" / "logs").glob("build-*.log")
+        )
+        subprocess.run(
+            ["podman", "image", "rm", "--force", *images], check=True, capture_output=True
+        )
 
 
 NO_CALL = ["no model call came: did the program use the proxy?", "rolltap doctor -- COMMAND"]
@@ -147,7 +184,9 @@ def test_sessions_without_a_reward_are_counted_with_what_to_try_and_all_of_them_
     assert [each for each in words if each not in ended.stderr] == []
 
 
-@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))  # test_next has each
+@pytest.mark.parametrize(
+    "number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+)  # test_next has each
 def test_stopping_it_leaves_no_process_and_a_readable_run(options, tmp_path, tasks, preset, number):
     marker = str(tmp_path)
     os.mkfifo(tmp_path / "started")
@@ -158,7 +197,9 @@ def test_stopping_it_leaves_no_process_and_a_readable_run(options, tmp_path, tas
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs ignore it
     )
     (tmp_path / "started").read_text()
     os.killpg(process.pid, number)
@@ -196,14 +237,18 @@ def test_a_rollout_of_a_model_whose_calls_cannot_be_read_ends_at_the_first_call_
     assert any("cannot be read" in session.error for session in sessions)
 
 
-def test_such_a_model_is_recorded_when_its_template_was_chosen_by_hand(unreadable, tmp_path, tasks, preset):
+def test_such_a_model_is_recorded_when_its_template_was_chosen_by_hand(
+    unreadable, tmp_path, tasks, preset
+):
     harness = preset([sys.executable, "-c", ASK_WITH_TOOLS])
     how = ("--set", "rolltap_renderer=default", "-n", 1)
     ended = run_rolltap("rollout", tasks, "--harness", harness, *unreadable, *how, "--json")
     assert json.loads(ended.stdout)["calls"] == {"completed": 1}
 
 
-def test_record_answers_the_apis_400_to_tools_whose_calls_cannot_be_read_and_says_it(unreadable, tmp_path):
+def test_record_answers_the_apis_400_to_tools_whose_calls_cannot_be_read_and_says_it(
+    unreadable, tmp_path
+):
     ended = run_rolltap("record", *unreadable, "--", sys.executable, "-c", ASK_WITH_TOOLS)
     assert "400 Bad Request" in ended.stderr
     assert "cannot be read" in ended.stderr.partition("the recorder listens")[0]
@@ -216,7 +261,11 @@ def test_record_runs_a_command_and_ends_with_its_status(options, tmp_path):
     ended = run_rolltap("record", *options, "--", sys.executable, "-c", ASK)
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")
     (session,) = load_sessions(tmp_path / "run").values()
-    assert (session.status, session.exit_status, session.harness) == ("failed", 3, Path(sys.executable).name)
+    assert (session.status, session.exit_status, session.harness) == (
+        "failed",
+        3,
+        Path(sys.executable).name,
+    )
     line = ended.stderr.splitlines()[-1]
     inspect = f"rolltap inspect {tmp_path / 'run'} {session.session_id}"
     assert line == f"session {session.session_id}: failed, no reward, 1 model call. See: {inspect}"
@@ -225,10 +274,14 @@ def test_record_runs_a_command_and_ends_with_its_status(options, tmp_path):
 
 
 def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(options, tmp_path):
-    show = "import os, sys; print(sys.argv[1:], os.environ['WINDOW'], os.environ['KEY'], 'HTTPS_PROXY' in os.environ)"
+    show = (
+        "import os, sys; print(sys.argv[1:], os.environ['WINDOW'], os.environ['KEY'], 'HTTPS_PROXY'"
+        " in os.environ)"
+    )
     (tmp_path / "x.toml").write_text(
-        f'name = "x"\nversion = "1"\nprogram = "{sys.executable}"\narguments = ["-c", "{show}", "--always"]\n'
-        'headless = ["{instruction}"]\n[env]\nWINDOW = "{max_model_len}"\nKEY = "placeholder"\n'
+        f'name = "x"\nversion = "1"\nprogram = "{sys.executable}"\narguments = ["-c", "{show}",'
+        ' "--always"]\nheadless = ["{instruction}"]\n[env]\nWINDOW = "{max_model_len}"\nKEY ='
+        ' "placeholder"\n'
     )
     options += ["--harness", tmp_path / "x.toml"]
     ended = run_rolltap("record", *options, "--", "-p", "go", env={**os.environ, "KEY": "mine"})
@@ -239,11 +292,17 @@ def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(optio
 
 
 @pytest.mark.parametrize("preset", cases([True, False]))
-def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(preset, options, tmp_path):
+def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(
+    preset, options, tmp_path
+):
     program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo x 1.2.3 || exec {sys.executable} -c "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo x 1.2.3 || exec {sys.executable} -c "$@"\n'
+    )
     program.chmod(0o755)
-    (tmp_path / "x.toml").write_text(f'name = "x"\nversion = "1.2"\nprogram = "{program}"\nheadless = []\n')
+    (tmp_path / "x.toml").write_text(
+        f'name = "x"\nversion = "1.2"\nprogram = "{program}"\nheadless = []\n'
+    )
     command = ("--harness", tmp_path / "x.toml", "--", ASK) if preset else ("--", program, ASK)
     ended = run_rolltap("record", *options, *command)
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")
@@ -251,12 +310,20 @@ def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(prese
     (session,) = load_sessions(tmp_path / "run").values()
     assert session.harness_version == ("1.2.3" if preset else "")
     assert bool(session.program_digest) == preset
-    assert run_rolltap("export", tmp_path / "run", "--to", "atif", "--out", tmp_path / "atif").returncode == 0
+    assert (
+        run_rolltap(
+            "export", tmp_path / "run", "--to", "atif", "--out", tmp_path / "atif"
+        ).returncode
+        == 0
+    )
     document = json.loads((tmp_path / "atif" / f"{session.session_id}.json").read_text())
     assert document["agent"]["version"] == ("1.2.3" if preset else "unknown")
 
 
-GET = "import httpx, ssl; httpx.get('https://api.openai.com/v1/models', verify=ssl.create_default_context())"
+GET = (
+    "import httpx, ssl; httpx.get('https://api.openai.com/v1/models',"
+    " verify=ssl.create_default_context())"
+)
 POST = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'model': 'm'})"
 
 
@@ -297,28 +364,42 @@ def test_record_says_where_it_listens_what_is_served_and_which_variables_it_repl
 ):
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     scripted_engine.weight_version = "1a2b3c4d.3.0"
-    served, warning, line, replaced, *_ = run_rolltap("record", *options, "--", "true").stderr.splitlines()
-    what = f"the engine at {scripted_engine.url} serves {scripted_engine.root}: the weights 1a2b3c4d.3.0 (step 3 of"
+    served, warning, line, replaced, *_ = run_rolltap(
+        "record", *options, "--", "true"
+    ).stderr.splitlines()
+    what = (
+        f"the engine at {scripted_engine.url} serves {scripted_engine.root}: the weights"
+        " 1a2b3c4d.3.0 (step 3 of"
+    )
     assert served.startswith(what)
     assert "not by the base weights" in warning
-    assert re.fullmatch(rf"the recorder listens at 127\.0\.0\.1:\d+, for the model {options[-1]}", line)
+    assert re.fullmatch(
+        rf"the recorder listens at 127\.0\.0\.1:\d+, for the model {options[-1]}", line
+    )
     assert replaced.startswith("the program does not get your ALL_PROXY")
 
 
 @pytest.mark.parametrize("line", [("record",), ("rollout", "tasks.jsonl", "--harness", "x.toml")])
-def test_a_model_that_is_not_found_is_named_after_the_model_that_the_engine_serves(line, scripted_engine, tmp_path):
+def test_a_model_that_is_not_found_is_named_after_the_model_that_the_engine_serves(
+    line, scripted_engine, tmp_path
+):
     (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "go", "evaluate": ["true"]}')
     (tmp_path / "x.toml").write_text('name = "x"\nprogram = "true"\nheadless = []')
     given = "--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", "mine/no name"
     command = ("--", "true") if line == ("record",) else ()
     said = run_rolltap(*line, *given, *command, cwd=tmp_path).stderr
-    served, error = said.index(f"serves {scripted_engine.root}"), said.index("there is no folder mine/no name")
+    served, error = (
+        said.index(f"serves {scripted_engine.root}"),
+        said.index("there is no folder mine/no name"),
+    )
     assert served < error
 
 
 def record_in(folder, *arguments):
     """Run `rolltap record` in this process, and return the result."""
-    return CliRunner().invoke(command, ["record", "--out", str(folder / "run"), *map(str, arguments), "--", "true"])
+    return CliRunner().invoke(
+        command, ["record", "--out", str(folder / "run"), *map(str, arguments), "--", "true"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -326,11 +407,20 @@ def record_in(folder, *arguments):
     [
         (
             "port",
-            r"GET http://127\.0\.0\.1:9/v1/models: no engine answers .*start it with `rolltap serve`, or give its",
+            (
+                r"GET http://127\.0\.0\.1:9/v1/models: no engine answers .*start it with `rolltap"
+                r" serve`, or give its"
+            ),
         ),
-        ("https", r"GET https://\S+: no engine answers .*; it speaks no TLS: give its URL with http://"),
+        (
+            "https",
+            r"GET https://\S+: no engine answers .*; it speaks no TLS: give its URL with http://",
+        ),
         ("no key", r"the engine at \S+ requires a key \(401\): set ROLLTAP_ENGINE_KEY_FILE"),
-        ("wrong key", r"the engine at \S+ does not accept the key \(401\): set ROLLTAP_ENGINE_KEY_FILE"),
+        (
+            "wrong key",
+            r"the engine at \S+ does not accept the key \(401\): set ROLLTAP_ENGINE_KEY_FILE",
+        ),
         ("another server", r"404 .*is it vLLM\? start it with `rolltap serve`"),
     ],
 )
@@ -372,12 +462,16 @@ def test_an_engine_that_ceases_to_answer_is_told_while_the_program_runs(
 def test_a_model_of_another_name_at_the_engine_is_a_warning_on_stderr(options, scripted_engine):
     scripted_engine.root = "org/base-model"
     ended = run_rolltap("record", *options, "--", "true")
-    assert f"the recorder: the engine at {scripted_engine.url} serves org/base-model (as scripted), not" in ended.stderr
+    assert (
+        f"the recorder: the engine at {scripted_engine.url} serves org/base-model (as"
+        " scripted), not" in ended.stderr
+    )
 
 
 @pytest.fixture
 def record(options, tmp_path):
-    """Return a function that records a program in a new folder and returns the end of `rolltap` and the session."""
+    """Return a function that records a program in a new folder and returns the end of `rolltap` and
+    the session."""
 
     def record(*arguments, program=ASK, name="run"):
         (tmp_path / f"in-{name}").mkdir()
@@ -395,8 +489,16 @@ def test_an_evaluator_gives_the_session_its_reward(record, tmp_path):
     program = ASK.replace("sys.exit(3)", "open('made', 'w').close()\nsys.exit(3)")
     ended, session = record("--evaluate", "test -e made", "--task", "sort", program=program)
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")
-    assert f"session {session.session_id}: failed, reward 1 (exit status 0 of the evaluator), 1" in ended.stderr
-    assert (session.status, session.reward, session.task_id, session.group_id) == ("failed", 1.0, "sort", "sort")
+    assert (
+        f"session {session.session_id}: failed, reward 1 (exit status 0 of the evaluator), 1"
+        in ended.stderr
+    )
+    assert (session.status, session.reward, session.task_id, session.group_id) == (
+        "failed",
+        1.0,
+        "sort",
+        "sort",
+    )
     assert verify_run(tmp_path / "run", lambda *_: None).verdict == "ok"
 
 
@@ -417,7 +519,10 @@ def test_the_status_of_a_recorded_session_says_why_it_has_which_reward(
 ):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:9/v1")
     ended, session = record(*arguments, program=program)
-    asked_past = "asked past the recorder, and there is 'http://localhost:9/v1' in OPENAI_BASE_URL: give any other host"
+    asked_past = (
+        "asked past the recorder, and there is 'http://localhost:9/v1' in OPENAI_BASE_URL: give any"
+        " other host"
+    )
     assert (asked_past in ended.stderr) == (status == "infrastructure")
     assert (session.status, session.reward) == (status, reward)
     assert error in session.error
@@ -436,7 +541,9 @@ def test_a_program_rewards_itself_only_where_that_is_accepted(record, tmp_path):
     program = ASK.replace("sys.exit(3)", END)
     ended, session = record(program=program)
     assert (ended.stdout, session.reward, session.status) == ("0.5\n403\n", None, "completed")
-    ended, session = record("--set", "rolltap_accept_rewards=true", program=program, name="accepting")
+    ended, session = record(
+        "--set", "rolltap_accept_rewards=true", program=program, name="accepting"
+    )
     assert (ended.stdout, session.reward, session.revision) == ("0.5\n200\n", 0.75, 1)
     assert (session.task_id, session.status, session.exit_status) == ("own", "completed", 0)
     assert verify_run(tmp_path / "accepting", lambda *_: None).verdict == "ok"
@@ -451,7 +558,9 @@ def secret_file(tmp_path):
 
 
 @pytest.mark.parametrize("form", cases(["shell", "docker", "json"]))
-def test_env_prints_what_a_program_needs_to_be_recorded(start, scripted_engine, secret_file, tmp_path, form):
+def test_env_prints_what_a_program_needs_to_be_recorded(
+    start, scripted_engine, secret_file, tmp_path, form
+):
     mitmdump = start(f"rolltap_secret_file={secret_file}")
     scripted_engine.replies.append(Say("Hi."))
     ca = tmp_path / "conf" / "mitmproxy-ca-cert.pem"
@@ -476,7 +585,8 @@ def test_env_prints_what_a_program_needs_to_be_recorded(start, scripted_engine, 
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a run of two sessions as `rolltap env` and mitmdump leave them: with calls, without rows."""
+    """Return a run of two sessions as `rolltap env` and mitmdump leave them: with calls, without
+    rows."""
     write_metadata(tmp_path / "run", METADATA)
     with RunWriter(tmp_path / "run", "never") as writer:
         for session_id in ("a", "b"):
@@ -506,14 +616,18 @@ def test_the_newest_reward_counts_wherever_the_run_is_read(run, tmp_path):
     run.reward("a", 0.0, task="sort")
     refused = reward(run, "a", "1")
     assert refused.exit_code != 0
-    assert "has the reward 0 already: replace it on purpose, with --change" in str(refused.exception)
+    assert "has the reward 0 already: replace it on purpose, with --change" in str(
+        refused.exception
+    )
     assert reward(run, "a", "1", "--change").exit_code == 0
     run.reward("b", 0.25, parts={"speed": 0.5})
     filtered = run.filter(tmp_path / "filtered", min_reward=1.0, progress=False)
     merged, _ = rolltap.merge_runs([run.path], tmp_path / "merged", progress=False)
     parts = run.split(tmp_path / "parts", parts=2, progress=False).values()
     for copy in (run, filtered, merged, *parts):
-        assert {session.session_id: session.reward for session in copy.sessions()}.get("a", 1.0) == 1.0
+        assert {session.session_id: session.reward for session in copy.sessions()}.get(
+            "a", 1.0
+        ) == 1.0
         assert copy.verify(progress=False).verdict == "ok"
     assert [session.session_id for session in filtered.sessions()] == ["a"]
 
@@ -524,7 +638,10 @@ def test_the_order_of_the_files_does_not_decide(run):
     with RunWriter(run.path, "never") as writer:  # committed later
         writer.add_session(Session(session_id="b", status="failed", revision=1, reward=0.75))
         writer.add_session(Session(session_id="b", status="failed", revision=0))
-    assert {session.session_id: session.reward for session in run.sessions()} == {"a": 1.0, "b": 0.75}
+    assert {session.session_id: session.reward for session in run.sessions()} == {
+        "a": 1.0,
+        "b": 0.75,
+    }
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def ledger_of(run, folder, *options):
 
 
 def test_json_prints_one_object_a_trace_and_nothing_else_on_stdout(run):
-    main, *others = sorted(json_lines(traces(run, "--json").stdout), key=lambda trace: trace["prompt_ids"])
+    main, *others = sorted(
+        json_lines(traces(run, "--json").stdout), key=lambda trace: trace["prompt_ids"]
+    )
     assert len(others) == 3
     expected = {
         "session_id": "s",
@@ -54,7 +56,11 @@ def test_json_prints_one_object_a_trace_and_nothing_else_on_stdout(run):
     assert main["weight_versions"][0] == {"version": "1", "start": 0, "end": 2}
     assert [span["start"] for span in main["continuity"]] == [0, 3]
     # those of sessions without a reward are there, too
-    assert {trace["session_id"]: trace["reward"] for trace in others} == {"s": 0.25, "t": None, "u": None}
+    assert {trace["session_id"]: trace["reward"] for trace in others} == {
+        "s": 0.25,
+        "t": None,
+        "u": None,
+    }
 
 
 def test_log_probabilities_are_printed_as_they_were_recorded(tmp_path):
@@ -81,9 +87,17 @@ def test_dataset_lines_summary_and_ledger_of_one_command_agree(run, tmp_path):
     assert (ended.exit_code, ended.stdout) == (0, "")
     assert f"4 traces of 3 sessions in {tmp_path / 'again'}" in ended.stderr
     assert "left out: auxiliary" in ended.stderr
-    assert ledger == {"sampled": 14, "trained": 7, "left_out": {"aborted": 1, "auxiliary": 1, "no_reward": 5}}
-    assert ledger == asdict(summarize(run).ledger) == json.loads((tmp_path / "alone.json").read_text())
-    assert ledger["trained"] == sum(sum(trace["completion_mask"]) for trace in printed if trace["reward"] is not None)
+    assert ledger == {
+        "sampled": 14,
+        "trained": 7,
+        "left_out": {"aborted": 1, "auxiliary": 1, "no_reward": 5},
+    }
+    assert (
+        ledger == asdict(summarize(run).ledger) == json.loads((tmp_path / "alone.json").read_text())
+    )
+    assert ledger["trained"] == sum(
+        sum(trace["completion_mask"]) for trace in printed if trace["reward"] is not None
+    )
 
 
 MERGED = [[1, 2, 3, 4, 5, 6, 7], [20, 21, 22, 23, 24], [40, 41, 42], [50, 51, 52, 53]]
@@ -116,7 +130,9 @@ def test_the_strategy_tree_names_the_trace_that_begins_alike(run):
         writer.add_call(call)
     writer.close()
     first, second = (
-        t for t in json_lines(traces(run, "--json", "--strategy", "tree").stdout) if t["session_id"] == "v"
+        t
+        for t in json_lines(traces(run, "--json", "--strategy", "tree").stdout)
+        if t["session_id"] == "v"
     )
     assert (first["shared_trace_id"], first["shared_tokens"]) == (None, 0)
     assert (second["shared_trace_id"], second["shared_tokens"]) == (first["trace_id"], 3)
@@ -125,7 +141,9 @@ def test_the_strategy_tree_names_the_trace_that_begins_alike(run):
 @pytest.fixture
 def long_run(tmp_path):
     """A run of three sessions whose JSON takes one megabyte in all."""
-    return factories.write_run(tmp_path / "run", *(make_call(f"s{i}", 0, [1] * 100_000, [2]) for i in range(3)))
+    return factories.write_run(
+        tmp_path / "run", *(make_call(f"s{i}", 0, [1] * 100_000, [2]) for i in range(3))
+    )
 
 
 def test_a_full_disk_is_a_message_and_leaves_no_files(long_run, tmp_path):
@@ -154,7 +172,9 @@ def test_a_killed_command_leaves_no_half_dataset(long_run, tmp_path, number):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with process, process.stdout:
-        assert process.stdout.read(1) == b"{"  # the pipe is full, so the command blocks in the middle of its output
+        assert (
+            process.stdout.read(1) == b"{"
+        )  # the pipe is full, so the command blocks in the middle of its output
         assert list(tmp_path.glob(".out.*"))
         process.send_signal(number)
         process.wait(timeout=60)
@@ -182,15 +202,22 @@ def test_parquet_is_written_and_counted(run, tmp_path):
     ended = export(run, "--to", "parquet", "--out", tmp_path / "out")
     assert (ended.exit_code, ended.stdout) == (0, "")
     assert f"14 records in {tmp_path / 'out'}" in ended.stderr
-    calls = load_dataset(str(tmp_path / "out"), "calls", split="train", cache_dir=str(tmp_path / "cache"))
+    calls = load_dataset(
+        str(tmp_path / "out"), "calls", split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert calls.num_rows == 7
 
 
 @pytest.mark.parametrize("write", [traces, partial(export, "--to", "parquet")])
-def test_a_folder_that_is_not_empty_is_refused_and_one_that_is_no_run_leaves_no_output(run, tmp_path, write):
+def test_a_folder_that_is_not_empty_is_refused_and_one_that_is_no_run_leaves_no_output(
+    run, tmp_path, write
+):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
-    assert "has other files and no run: give a new folder" in write(run, "--out", tmp_path / "out").stderr
+    assert (
+        "has other files and no run: give a new folder"
+        in write(run, "--out", tmp_path / "out").stderr
+    )
     with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
         write(run, "--out", run)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
@@ -209,7 +236,11 @@ def test_a_folder_that_is_not_empty_is_refused_and_one_that_is_no_run_leaves_no_
         (export, "--to hub --repo a/b --out x", "--to hub takes --repo ORG/NAME, and no --out"),
         (export, "--out x", "Missing option '--to'"),
         (traces, "", "say where the traces go: --out DIR, --json, or --ledger FILE"),
-        (traces, "--json --roles agent,boss", "'boss': choose among agent, subagent, compaction, auxiliary"),
+        (
+            traces,
+            "--json --roles agent,boss",
+            "'boss': choose among agent, subagent, compaction, auxiliary",
+        ),
         (traces, "--json --roles=", "'': choose among agent, subagent, compaction, auxiliary"),
         (traces, "--ledger missing/ledger.json", "Could not open file"),
     ],
@@ -223,13 +254,18 @@ def test_wrong_options_are_a_message_that_names_the_right_ones(run, command, opt
 def test_inspect_shows_rewards_and_the_ledger(tmp_path):
     rewards = [0.0, 1.0, None]
     calls = [factories.make_call(0, [1], [2, 3], session_id=f"s{i}", version="4") for i in range(3)]
-    rows = [factories.make_session(f"s{i}", reward=reward, policy_version="4") for i, reward in enumerate(rewards)]
+    rows = [
+        factories.make_session(f"s{i}", reward=reward, policy_version="4")
+        for i, reward in enumerate(rewards)
+    ]
     factories.write_run(tmp_path, *calls, *rows)
     told = run_rolltap("inspect", tmp_path, "--json")
     summary = json.loads(told.stdout)
     assert told.stderr == ""  # a sound run is not warned of
     assert summary["ledger"] == {"sampled": 6, "trained": 4, "left_out": {"no_reward": 2}}
-    assert summary["steps"] == [{"policy_version": "4", "sessions": 3, "mean_reward": 0.5, "best_reward": 1.0}]
+    assert summary["steps"] == [
+        {"policy_version": "4", "sessions": 3, "mean_reward": 0.5, "best_reward": 1.0}
+    ]
     table = run_rolltap("inspect", tmp_path).stdout
     assert "left out: no_reward" in table
     assert "0.500" in table
@@ -248,7 +284,13 @@ def changed_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["inspect {run}", "inspect {run} {session}", "traces {run} --out {run}-traces", "traces {run} --json"]
+    "arguments",
+    [
+        "inspect {run}",
+        "inspect {run} {session}",
+        "traces {run} --out {run}-traces",
+        "traces {run} --json",
+    ],
 )
 def test_a_changed_row_is_told_with_what_to_do(changed_run, arguments):
     run, session = changed_run

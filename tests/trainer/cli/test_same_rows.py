@@ -26,19 +26,38 @@ PLACES = {"runtime", "key", "program_digest"}
 
 @pytest.fixture
 def arguments(scripted_engine, tokenizer_folder, tmp_path):
-    """Arguments of a rollout of two sessions, but for its run folder and the place of its sessions."""
+    """Arguments of a rollout of two sessions, but for its run folder and the place of its
+    sessions."""
     scripted_engine.otherwise = lambda request: Say("0.5")
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "given.txt").write_text("given, ")
-    judge = {"kind": "command", "command": ["sh", "-c", JUDGE], "result": "number", "paths": ["answer.txt"]}
-    task = {"id": "t", "instruction": "Say it.", "judge": judge, "workspace": str(tmp_path / "start")}
+    judge = {
+        "kind": "command",
+        "command": ["sh", "-c", JUDGE],
+        "result": "number",
+        "paths": ["answer.txt"],
+    }
+    task = {
+        "id": "t",
+        "instruction": "Say it.",
+        "judge": judge,
+        "workspace": str(tmp_path / "start"),
+    }
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
     program = json.dumps(["-c", AGENT])
     (tmp_path / "harness.toml").write_text(
         f'name = "x"\nversion = "1"\nprogram = "/usr/bin/python3"\nheadless = {program}\n'
     )
     engine = ["--engine", scripted_engine.url, "--model", tokenizer_folder]
-    return ["rollout", tmp_path / "tasks.jsonl", "--harness", tmp_path / "harness.toml", "-n", 2, *engine]
+    return [
+        "rollout",
+        tmp_path / "tasks.jsonl",
+        "--harness",
+        tmp_path / "harness.toml",
+        "-n",
+        2,
+        *engine,
+    ]
 
 
 def rows(run):
@@ -97,7 +116,9 @@ def test_a_session_whose_connection_was_lost_is_tried_again(arguments, tmp_path,
 
     def answer(request):
         if not killed:
-            killed.extend(p for p in psutil.Process().children(recursive=True) if p.name() == "sshd")
+            killed.extend(
+                p for p in psutil.Process().children(recursive=True) if p.name() == "sshd"
+            )
             for process in killed:
                 process.kill()
         return Say("0.5")

@@ -15,18 +15,25 @@ CHECK = "import calc\nraise SystemExit(calc.add(2, 2) != 4)\n"
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Return a function that runs the command on tasks whose judges are these commands, with one cheat."""
+    """Return a function that runs the command on tasks whose judges are these commands, with one
+    cheat."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(trial, "CHEATS", [cheat for cheat in CHEATS if cheat.name == EXIT])
     (tmp_path / "start").mkdir()
-    (tmp_path / "start" / "calc.py").write_text("def add(a, b):\n    return a - b\n" + "# more\n" * 40)
+    (tmp_path / "start" / "calc.py").write_text(
+        "def add(a, b):\n    return a - b\n" + "# more\n" * 40
+    )
     (tmp_path / "start" / "check.py").write_text(CHECK)
 
     def check(*options, **judges):
         task = {"instruction": "Mend it.", "workspace": "start"}
-        lines = [json.dumps({"id": name, "evaluate": judge, **task}) for name, judge in judges.items()]
+        lines = [
+            json.dumps({"id": name, "evaluate": judge, **task}) for name, judge in judges.items()
+        ]
         (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
-        return CliRunner().invoke(rolltap, ["tasks", "check", str(tmp_path / "tasks.jsonl"), *options])
+        return CliRunner().invoke(
+            rolltap, ["tasks", "check", str(tmp_path / "tasks.jsonl"), *options]
+        )
 
     return check
 
@@ -34,7 +41,11 @@ def check(tmp_path, monkeypatch):
 def test_a_weak_task_is_in_the_table_with_the_cheat_its_diff_and_what_to_do(check):
     ended = check(weak=["python", "check.py"], strong=["test", "-e", "answer.txt"])
     assert ended.exit_code == 1, ended.output
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ended.stdout.splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in ended.stdout.splitlines()
+        if "│" in line
+    ]
     assert rows == [["weak", "0", "none", "1", "1"], ["strong", "0", "none", "1", "0"]]
     words = f"weak: 1 for {EXIT}\n    --- a/calc.py\n    +++ b/calc.py\n"
     assert words in ended.stdout
@@ -75,4 +86,7 @@ def test_a_line_that_is_no_task_is_told_by_its_line_and_has_no_row(check, tmp_pa
 def test_a_task_that_cannot_be_tried_is_a_finding_and_the_others_are_tried(check):
     ended = check(missing=["no-such-program"], strong=["test", "-e", "answer.txt"])
     assert ended.exit_code == 1
-    assert "missing: the untouched start could not be judged: the judge 'no-such-program'" in ended.stdout
+    assert (
+        "missing: the untouched start could not be judged: the judge 'no-such-program'"
+        in ended.stdout
+    )

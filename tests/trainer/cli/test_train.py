@@ -44,7 +44,9 @@ target_modules = "all-linear"
 
 @pytest.fixture
 def recipe(tmp_path):
-    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "go", "evaluate": ["true"]}\n')
+    (tmp_path / "tasks.jsonl").write_text(
+        '{"id": "a", "instruction": "go", "evaluate": ["true"]}\n'
+    )
 
     def recipe(text=RECIPE):
         (tmp_path / "r.toml").write_text(text)
@@ -68,7 +70,10 @@ def test_a_dry_run_plans_a_folder_without_weights_and_has_status_1_for_what_cann
 
 @pytest.mark.parametrize("package", cases(["torch", "accelerate"]))
 def test_without_a_package_of_the_trainer_it_says_what_to_install(recipe, package):
-    script = f"import sys; sys.modules[{package!r}] = None; from rolltap.trainer.cli.main import main; main()"
+    script = (
+        f"import sys; sys.modules[{package!r}] = None; from rolltap.trainer.cli.main import main;"
+        " main()"
+    )
     program = [sys.executable, "-c", script, "train", recipe(), "--dry-run"]
     ended = subprocess.run(program, capture_output=True, text=True)
     assert ended.returncode == 1
@@ -103,16 +108,23 @@ class TestStart:
         FolderEngine(URLS[1]).register("PUT", owner="deadbeef", about="elsewhere")
         refused = training.here(monkeypatch)
         assert isinstance(refused.exception, EngineError)
-        assert f"another training owns the engine at {URLS[1]}: deadbeef (the other training)" in str(refused.exception)
+        assert (
+            f"another training owns the engine at {URLS[1]}: deadbeef (the other training)"
+            in str(refused.exception)
+        )
         assert training.owners() == ["deadbeef"]
         ended = training.here(monkeypatch, more=(*ENGINES, "--steal"))
         assert ended.exit_code == 0, ended.output
         assert training.owners() == []
 
-    def test_its_end_says_what_it_did_where_model_and_plots_are_and_prints_no_table(self, training, monkeypatch):
+    def test_its_end_says_what_it_did_where_model_and_plots_are_and_prints_no_table(
+        self, training, monkeypatch
+    ):
         ended = training.here(monkeypatch)
         run = training.folder / "run"
-        assert re.search(r"\ntrained 2 steps in 0:\d\d:\d\d, reward \d\.\d{3} at first and", ended.output)
+        assert re.search(
+            r"\ntrained 2 steps in 0:\d\d:\d\d, reward \d\.\d{3} at first and", ended.output
+        )
         last = [
             f"trained model: {run / 'model'}",
             f"groups, and tokens of each step: rolltap inspect {run}",
@@ -122,13 +134,25 @@ class TestStart:
         assert ended.output.splitlines()[-4:] == last
         assert "mean reward" not in ended.output
         lines = rolltap.read_training(run).metrics
-        assert all({"seconds_rollout", "seconds_publication", "seconds_training"} <= line.keys() for line in lines)
+        assert all(
+            {"seconds_rollout", "seconds_publication", "seconds_training"} <= line.keys()
+            for line in lines
+        )
 
     def test_other_numbers_than_those_of_the_table_machine_are_refused(self, training, monkeypatch):
         for table, message in [
-            ("processes = 2", r"machine\.processes is 2, but there are 1: .*--nnodes 1 --nproc-per-node 2 "),
-            ("processes = 4\nnodes = 2", r"machine\.nodes is 2, but there are 1: .*--nnodes 2 --nproc-per-node 2 "),
-            ("processes = 3\nnodes = 2", r"processes = 3 is no multiple of nodes = 2: change \[machine\]"),
+            (
+                "processes = 2",
+                r"machine\.processes is 2, but there are 1: .*--nnodes 1 --nproc-per-node 2 ",
+            ),
+            (
+                "processes = 4\nnodes = 2",
+                r"machine\.nodes is 2, but there are 1: .*--nnodes 2 --nproc-per-node 2 ",
+            ),
+            (
+                "processes = 3\nnodes = 2",
+                r"processes = 3 is no multiple of nodes = 2: change \[machine\]",
+            ),
             ("engines = 3", r"machine\.engines is 3, but there are 2: give --engine as many URLs"),
         ]:
             training.recipe(f"{SMALL}[machine]\n{table}\n")
@@ -141,7 +165,9 @@ class TestStart:
             raise refused.exception
         assert not (training.folder / "run").exists()
 
-    def test_a_step_of_more_groups_than_there_are_tasks_is_refused_by_start_and_plan(self, training, monkeypatch):
+    def test_a_step_of_more_groups_than_there_are_tasks_is_refused_by_start_and_plan(
+        self, training, monkeypatch
+    ):
         training.recipe(SMALL.replace("groups_per_step = 2", "groups_per_step = 4"))
         message = r"groups_per_step is 4, but .*tasks\.jsonl has 3 tasks"
         refused = training.here(monkeypatch)
@@ -173,13 +199,23 @@ def test_serve_prints_what_other_commands_need_to_know_of_the_key(tmp_path, monk
     monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     port = free_port()
-    command = [ROLLTAP, "serve", "a-model", "--vllm", fake_vllm(tmp_path, AS_VLLM), "--port", str(port)]
+    command = [
+        ROLLTAP,
+        "serve",
+        "a-model",
+        "--vllm",
+        fake_vllm(tmp_path, AS_VLLM),
+        "--port",
+        str(port),
+    ]
     command += ["--lora-rank", "8", "--max-staleness", "3"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline() == f"vLLM serves a-model at http://127.0.0.1:{port}\n"
         places = "places for adapters: 5 in a batch, 11 in memory, for max_staleness = 3\n"
         assert process.stderr.readline() == places
-        (key_file,) = re.fullmatch(r"export ROLLTAP_ENGINE_KEY_FILE=(\S+)\n", process.stderr.readline()).groups()
+        (key_file,) = re.fullmatch(
+            r"export ROLLTAP_ENGINE_KEY_FILE=(\S+)\n", process.stderr.readline()
+        ).groups()
         EngineAdmin(f"http://127.0.0.1:{port}", key_file).require_endpoints()
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
@@ -190,7 +226,11 @@ def test_serve_prints_what_other_commands_need_to_know_of_the_key(tmp_path, monk
     ("end", "status", "said"),
     cases(
         [
-            ("kill -9 $$", 137, "vLLM was ended by signal 9 (Killed): often the machine's memory was used up"),
+            (
+                "kill -9 $$",
+                137,
+                "vLLM was ended by signal 9 (Killed): often the machine's memory was used up",
+            ),
             ("kill -11 $$", 139, "vLLM was ended by signal 11 (Segmentation fault)"),
             ("exit 7", 7, "vLLM ended with status 7"),
         ]
@@ -201,7 +241,15 @@ def test_serve_ends_as_vllm_does_and_says_how(tmp_path, monkeypatch, end, status
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     port, killed = free_port(), tmp_path / "killed"
     script = f"""{AS_VLLM.removeprefix("exec ")} & until [ -e {killed} ]; do sleep 0.01; done; kill $!; {end}"""
-    command = [ROLLTAP, "serve", "a-model", "--vllm", fake_vllm(tmp_path, script), "--port", str(port)]
+    command = [
+        ROLLTAP,
+        "serve",
+        "a-model",
+        "--vllm",
+        fake_vllm(tmp_path, script),
+        "--port",
+        str(port),
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         process.stderr.readline(), process.stderr.readline()
         killed.touch()
@@ -223,21 +271,37 @@ class TestEngine:
         engine.answers["/health"] = (503, "")
         said = CliRunner().invoke(main.rolltap, ["engine", "status", engine.url, "--json"])
         assert said.exit_code == 1
-        found = {"healthy": False, "version": "1a2b3c4d.3.0", "adapters": ["policy-1a2b3c4d.3.0"], "owner": None}
+        found = {
+            "healthy": False,
+            "version": "1a2b3c4d.3.0",
+            "adapters": ["policy-1a2b3c4d.3.0"],
+            "owner": None,
+        }
         assert json.loads(said.output).items() >= found.items()
 
     def test_a_reset_says_what_is_served_after_it(self, engine):
         said = CliRunner().invoke(main.rolltap, ["engine", "reset", engine.url])
         assert said.exit_code == 0, said.output
-        assert said.output.startswith(f"the engine at {engine.url} serves {engine.root}: its base weights; last owned")
+        assert said.output.startswith(
+            f"the engine at {engine.url} serves {engine.root}: its base weights; last owned"
+        )
         assert not engine.adapters
 
 
 def test_the_key_file_is_given_as_an_option(scripted_engine, tokenizer_folder, tmp_path):
     scripted_engine.key = "k" * 40
     (tmp_path / "engine.key").write_text(scripted_engine.key)
-    ask = 'import httpx; print(httpx.get("https://api.openai.com/v1/models").json()["data"][0]["id"])'
-    options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
+    ask = (
+        'import httpx; print(httpx.get("https://api.openai.com/v1/models").json()["data"][0]["id"])'
+    )
+    options = [
+        "--out",
+        tmp_path / "run",
+        "--engine",
+        scripted_engine.url,
+        "--model",
+        tokenizer_folder,
+    ]
     options += ["--engine-key-file", tmp_path / "engine.key", "--", sys.executable, "-c", ask]
     env = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
     ended = run_rolltap("record", *options, env=env)

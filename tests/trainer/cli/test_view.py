@@ -20,13 +20,18 @@ def test_a_run_is_shown_at_the_printed_link_until_ctrl_c(run):
         [ROLLTAP, "view", run],
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs ignore it
     )
     line = process.stderr.readline()
     (link,) = re.findall(r"^the run is shown at (http://127\.0\.0\.1:\d+/\?token=\S+)$", line)
     with httpx.Client(follow_redirects=True, trust_env=False) as browser:
         assert browser.get(link).status_code == 200
-        assert browser.get(link.partition("?")[0] + "api/sessions").json()["sessions"][0]["session_id"] == "s"
+        assert (
+            browser.get(link.partition("?")[0] + "api/sessions").json()["sessions"][0]["session_id"]
+            == "s"
+        )
     process.send_signal(signal.SIGINT)
     said = process.communicate()[1]
     assert process.returncode == 130
@@ -34,7 +39,9 @@ def test_a_run_is_shown_at_the_printed_link_until_ctrl_c(run):
 
 
 def test_a_file_is_written_and_what_was_redacted_is_said(run, tmp_path):
-    ended = run_rolltap("view", run, "--out", tmp_path / "run.html", "--sessions", "s", "--redact", "the key")
+    ended = run_rolltap(
+        "view", run, "--out", tmp_path / "run.html", "--sessions", "s", "--redact", "the key"
+    )
     assert ended.returncode == 0
     assert "1 session, " in ended.stderr
     assert "redacted: AWS Access Key, in 1 session (s)" in ended.stderr

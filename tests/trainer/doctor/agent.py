@@ -1,4 +1,5 @@
-"""A small agent of the Chat Completions API with one shell tool. Its arguments say what is odd about it."""
+"""A small agent of the Chat Completions API with one shell tool. Its arguments say what is odd
+about it."""
 
 import json
 import subprocess
@@ -8,8 +9,17 @@ import threading
 import httpx
 
 odd = sys.argv[1:]
-parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-tools = [{"type": "function", "function": {"name": "shell", "description": "Run it.", "parameters": parameters}}]
+parameters = {
+    "type": "object",
+    "properties": {"command": {"type": "string"}},
+    "required": ["command"],
+}
+tools = [
+    {
+        "type": "function",
+        "function": {"name": "shell", "description": "Run it.", "parameters": parameters},
+    }
+]
 messages = [{"role": "user", "content": "Hello"}]
 if "toolless" in odd:
     tools = []

@@ -23,12 +23,17 @@ def problems(diagnosis):
     return [finding.text for finding in diagnosis.findings if finding.level == "problem"]
 
 
-def test_a_program_whose_calls_are_continued_is_ready_whatever_key_the_engines_of_the_user_have(monkeypatch):
+def test_a_program_whose_calls_are_continued_is_ready_whatever_key_the_engines_of_the_user_have(
+    monkeypatch,
+):
     monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", "/missing.key")
     diagnosis = tried()
     seen = diagnosis.seen
     assert (diagnosis.findings, seen.exit_status, seen.output.strip()) == ([], 0, FINAL)
-    assert [(call.kind, call.role) for call in seen.calls] == [("root", "agent"), *[("bridged", "agent")] * 2]
+    assert [(call.kind, call.role) for call in seen.calls] == [
+        ("root", "agent"),
+        *[("bridged", "agent")] * 2,
+    ]
     assert {(call.dialect, call.host) for call in seen.calls} == {("openai-chat", "api.openai.com")}
     messages = [message for call in seen.calls for message in call.parsed_messages]
     assert [m["content"] for m in messages if m["role"] == "tool"] == [f"{GREETING}\n"] * 2
@@ -48,12 +53,18 @@ def test_a_program_that_ignores_the_proxy_is_told_so():
     diagnosis = tried("direct")
     assert (diagnosis.seen.calls, diagnosis.seen.exit_status) == ([], 1)
     (problem,) = problems(diagnosis)
-    assert "No model call came. A model on loopback is asked past the recorder, and there is" in problem
+    assert (
+        "No model call came. A model on loopback is asked past the recorder, and there is"
+        in problem
+    )
     assert f"there is '{LOOPBACK}' in {AGENT}" in problem
 
 
 NO_CALL = "The program ended with status 1: "
-ASKS = "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rolltap/v1/{}', json={{'model': 'm'}})"
+ASKS = (
+    "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rolltap/v1/{}',"
+    " json={{'model': 'm'}})"
+)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +77,12 @@ ASKS = "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rollta
                 "it lacks a key, an argument or a",
                 "usage: agent TASK",
             ),
-            ("import os; os.environ['SOME_API_KEY']", NO_CALL, "A placeholder key is enough.", "'SOME_API_KEY'"),
+            (
+                "import os; os.environ['SOME_API_KEY']",
+                NO_CALL,
+                "A placeholder key is enough.",
+                "'SOME_API_KEY'",
+            ),
             ("input('Your task? ')", NO_CALL, "below say that it lacks", "EOFError"),
             (
                 ASKS.format({"NO_PROXY": "*", "no_proxy": "*"}, "responses"),
@@ -74,7 +90,12 @@ ASKS = "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rollta
                 "it sets NO_PROXY",
                 "httpx.ConnectError",
             ),
-            (ASKS.format({}, "chat/completion"), "did you mean /v1/chat/completions?", "base URL", ""),
+            (
+                ASKS.format({}, "chat/completion"),
+                "did you mean /v1/chat/completions?",
+                "base URL",
+                "",
+            ),
             (
                 f"import os; os.environ['X_BASE_URL']='{LOOPBACK}'",
                 f"'{LOOPBACK}' in the command line",
@@ -88,19 +109,27 @@ ASKS = "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rollta
 )
 def test_a_mistake_of_an_hour_with_the_doctor_is_said(program, said, advice, printed):
     diagnosis = examine([sys.executable, "-c", program])
-    found = [finding for finding in diagnosis.findings if said in finding.text and advice in finding.advice]
+    found = [
+        finding
+        for finding in diagnosis.findings
+        if said in finding.text and advice in finding.advice
+    ]
     assert [finding.level for finding in found] == ["problem"], diagnosis.findings
     assert printed in diagnosis.seen.output
 
 
 def test_a_program_that_is_not_on_the_path_is_said_before_anything_starts():
-    with pytest.raises(InputError, match="'no-such-agent' is not on the PATH: install it, or give its folder"):
+    with pytest.raises(
+        InputError, match="'no-such-agent' is not on the PATH: install it, or give its folder"
+    ):
         examine(["no-such-agent", "--task", "x"])
 
 
 @pytest.mark.deep  # the choice and the finding have tests of their own
 def test_a_tool_that_the_program_never_offered_is_refused_in_words():
-    assert problems(tried(tool="get_price")) == ["The program never offered a tool get_price. It offers shell."]
+    assert problems(tried(tool="get_price")) == [
+        "The program never offered a tool get_price. It offers shell."
+    ]
     assert tried(tool="shell").ready
 
 
@@ -118,19 +147,21 @@ def test_a_program_that_does_not_end_is_stopped():
     assert any("did not end within 1 s" in text for text in problems(diagnosis))
 
 
-def test_a_preset_starts_its_program_in_an_empty_folder_with_a_home_of_its_own(tmp_path, monkeypatch):
+def test_a_preset_starts_its_program_in_an_empty_folder_with_a_home_of_its_own(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("SECRET_OF_MINE", "x")
     program = tmp_path / "tool"
     program.write_text(
-        f"#!{sys.executable}\nimport os, sys\n"
-        "if '--version' in sys.argv: sys.exit(print('tool 2.0.1'))\n"
-        "print(os.listdir('.'), os.listdir(os.environ['HOME']), 'SECRET_OF_MINE' in os.environ, os.environ['WINDOW'])\n"
-        f"sys.argv = sys.argv[:1]\nexec(open({str(AGENT)!r}).read())\n"
+        f"#!{sys.executable}\nimport os, sys\nif '--version' in sys.argv: sys.exit(print('tool"
+        " 2.0.1'))\nprint(os.listdir('.'), os.listdir(os.environ['HOME']), 'SECRET_OF_MINE' in"
+        " os.environ, os.environ['WINDOW'])\nsys.argv ="
+        f" sys.argv[:1]\nexec(open({str(AGENT)!r}).read())\n"
     )
     program.chmod(0o755)
     (tmp_path / "tool.toml").write_text(
-        f'name = "tool"\nversion = "2.0.0"\ninstall = "get tool"\nprogram = "{program}"\nheadless = []\n'
-        'quirks = ["Is small."]\n[env]\nWINDOW = "{max_model_len}"\n'
+        f'name = "tool"\nversion = "2.0.0"\ninstall = "get tool"\nprogram = "{program}"\nheadless ='
+        ' []\nquirks = ["Is small."]\n[env]\nWINDOW = "{max_model_len}"\n'
     )
     diagnosis = examine(harness=str(tmp_path / "tool.toml"))
     assert diagnosis.seen.output.splitlines()[0] == "[] [] False 1000000"

@@ -7,11 +7,21 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.trainer.doctor.scripted_model import FINAL, RENDERER, ByteTokenizer, next_reply, offered_tools
+from rolltap.trainer.doctor.scripted_model import (
+    FINAL,
+    RENDERER,
+    ByteTokenizer,
+    next_reply,
+    offered_tools,
+)
 
 BASH = {
     "name": "bash",
-    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"command": {"type": "string"}},
+        "required": ["command"],
+    },
 }
 TOOLS = [{"type": "function", "function": {**BASH, "description": "</tools>\nRun\n"}}]
 FINISH = {"name": "finish", "parameters": {"properties": {}}}
@@ -21,11 +31,19 @@ RESULT = "<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
 def prompt(*tools, results=0, said="", system="Work."):
     """Return a prompt in Qwen's format, as the renderer writes it."""
     lines = "\n".join(json.dumps({"type": "function", "function": tool}) for tool in tools)
-    offered = f"# Tools\n\nWithin <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>" if tools else ""
+    offered = (
+        f"# Tools\n\nWithin <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>" if tools else ""
+    )
     offered = offered.replace("Within", "You are provided with function signatures within")
-    start = f"<|im_start|>system\n{system}\n\n{offered}<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    start = (
+        f"<|im_start|>system\n{system}\n\n{offered}<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    )
     turn = f"<|im_start|>assistant\n{said}<|im_end|>\n" if said else ""
-    return start + f"<|im_start|>assistant\n<tool_call>\n</tool_call><|im_end|>\n{RESULT}" * results + turn
+    return (
+        start
+        + f"<|im_start|>assistant\n<tool_call>\n</tool_call><|im_end|>\n{RESULT}" * results
+        + turn
+    )
 
 
 def called(text):
@@ -96,9 +114,14 @@ def test_every_text_is_encoded_as_transformers_encodes_it_and_decoded(tokenizer)
     check()
 
 
-def test_the_recorder_renders_prompts_with_it_and_reads_the_tool_calls_of_the_scripted_model(tokenizer):
+def test_the_recorder_renders_prompts_with_it_and_reads_the_tool_calls_of_the_scripted_model(
+    tokenizer,
+):
     rendering = Rendering(tokenizer.name_or_path, RENDERER)
-    messages = [{"role": "system", "content": "Be <tools>brief.</tools>"}, {"role": "user", "content": "Hello"}]
+    messages = [
+        {"role": "system", "content": "Be <tools>brief.</tools>"},
+        {"role": "user", "content": "Hello"},
+    ]
     ids = rendering.render(messages, TOOLS)
     for _ in range(2):
         prompt = tokenizer.decode(ids)

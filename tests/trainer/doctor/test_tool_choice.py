@@ -5,18 +5,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.doctor.tool_choice import GREETING, ending_call, example, harmless_call, shell_call
+from rolltap.trainer.doctor.tool_choice import (
+    GREETING,
+    ending_call,
+    example,
+    harmless_call,
+    shell_call,
+)
 
 ECHO = f"echo '{GREETING}'"
 TEXT = {"type": "string"}
 
 
 def tool(name, required=(), **properties):
-    return {"name": name, "parameters": {"type": "object", "properties": properties, "required": list(required)}}
+    return {
+        "name": name,
+        "parameters": {"type": "object", "properties": properties, "required": list(required)},
+    }
 
 
 def parse(text):
-    """Return the tools of `name parameter! parameter:type, ...`. `!` is required, a type with `|` an enum."""
+    """Return the tools of `name parameter! parameter:type, ...`. `!` is required, a type with `|`
+    an enum."""
     tools = []
     for name, *parameters in map(str.split, text.split(",")):
         found = {}
@@ -29,18 +39,31 @@ def parse(text):
 
 
 PROGRAMS = {
-    "claude-code": "Agent description! prompt!, Bash command! timeout:number run_in_background:boolean, "
-    "Edit file_path! old_string! new_string!, Read file_path!, Skill skill!, Write file_path! content!",
-    "codex": "exec_command cmd! workdir, write_stdin session_id!:number chars, request_user_input questions!:array",
-    "gemini-cli": "list_directory dir_path!, run_shell_command command! is_background:boolean, "
-    "write_file file_path! content!",
+    "claude-code": (
+        "Agent description! prompt!, Bash command! timeout:number run_in_background:boolean, Edit"
+        " file_path! old_string! new_string!, Read file_path!, Skill skill!, Write file_path!"
+        " content!"
+    ),
+    "codex": (
+        "exec_command cmd! workdir, write_stdin session_id!:number chars, request_user_input"
+        " questions!:array"
+    ),
+    "gemini-cli": (
+        "list_directory dir_path!, run_shell_command command! is_background:boolean, "
+        "write_file file_path! content!"
+    ),
     "mini-swe-agent": "bash command!",
     "opencode": "invalid tool! error!, bash command! description!, task prompt!",
     "pi": "read path!, bash command!",
     "qwen-code": "edit file_path!, run_shell_command command! is_background!:boolean",
-    "openhands": "file_editor command!:view|create path!, terminal command! security_risk!:LOW|HIGH, finish message!",
+    "openhands": (
+        "file_editor command!:view|create path!, terminal command! security_risk!:LOW|HIGH, finish"
+        " message!"
+    ),
     "cline": "read_files paths!:array, run_commands commands!:array",
-    "copilot": "bash command! description! mode:sync|async, write_bash shellId! input!, stop_bash shellId!",
+    "copilot": (
+        "bash command! description! mode:sync|async, write_bash shellId! input!, stop_bash shellId!"
+    ),
     "goose": "developer__text_editor path!, developer__shell command!",
     "one with a terminal": "run_in_terminal command!",
     "an old codex": "shell command!:array",
@@ -95,7 +118,15 @@ def test_a_tool_is_not_called_unless_its_name_says_that_it_only_looks():
 
 @pytest.mark.parametrize(
     "name",
-    ["execute_sql", "send_command", "SlashCommand", "robot_command", "delete_commands", "run_refund", "reset_terminal"],
+    [
+        "execute_sql",
+        "send_command",
+        "SlashCommand",
+        "robot_command",
+        "delete_commands",
+        "run_refund",
+        "reset_terminal",
+    ],
 )
 def test_a_tool_with_a_command_that_is_no_shell_gets_none(name):
     tools = [tool(name, ["command"], command=TEXT, script=TEXT)]
@@ -107,7 +138,9 @@ def test_a_tool_that_ends_something_else_than_the_session_is_not_called(name):
     assert ending_call([tool(name, ["task_id"], task_id=TEXT)]) is None
 
 
-@pytest.mark.parametrize("name", ["finish", "submit", "attempt_completion", "complete_task", "final_answer"])
+@pytest.mark.parametrize(
+    "name", ["finish", "submit", "attempt_completion", "complete_task", "final_answer"]
+)
 def test_a_program_is_ended_with_the_tool_that_it_has_for_that(name):
     assert ending_call(parse(f"bash command!, {name} text!")) == (name, {"text": "hello"})
 
@@ -124,14 +157,21 @@ def test_a_tool_without_a_schema_is_called():
 
 
 def test_a_program_without_such_tools_gets_no_call():
-    assert ending_call(parse(PROGRAMS["pi"])) is shell_call([tool("read", ["path"], path=TEXT)], "true") is None
+    assert (
+        ending_call(parse(PROGRAMS["pi"]))
+        is shell_call([tool("read", ["path"], path=TEXT)], "true")
+        is None
+    )
     assert harmless_call([]) is None
 
 
 @pytest.mark.parametrize(
     ("schema", "value"),
     [
-        ({"type": "object", "properties": {"a": TEXT, "b": TEXT}, "required": ["b"]}, {"b": "hello"}),
+        (
+            {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "required": ["b"]},
+            {"b": "hello"},
+        ),
         ({"required": ["a"], "properties": {"a": TEXT}}, {"a": "hello"}),
         ({"type": "object", "required": ["a"]}, {"a": "hello"}),
         ({"enum": ["LOW", "HIGH"]}, "LOW"),
@@ -154,10 +194,16 @@ def test_a_program_without_such_tools_gets_no_call():
         ({"anyOf": [{"type": "null"}]}, None),
         ({"oneOf": [{"type": "boolean"}, TEXT]}, False),
         (
-            {"allOf": [{"required": ["a"], "properties": {"a": TEXT}}, {"required": ["b"]}], "type": "object"},
+            {
+                "allOf": [{"required": ["a"], "properties": {"a": TEXT}}, {"required": ["b"]}],
+                "type": "object",
+            },
             {"a": "hello", "b": "hello"},
         ),
-        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {}, "minItems": 1}}}, ["hello"]),
+        (
+            {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {}, "minItems": 1}}},
+            ["hello"],
+        ),
         ({}, "hello"),
         (True, "hello"),
     ],
@@ -172,7 +218,10 @@ def test_a_property_that_is_a_place_is_the_workspace():
 
 
 def test_a_schema_without_a_finite_value_ends():
-    schema = {"$defs": {"x": {"required": ["x"], "properties": {"x": {"$ref": "#/$defs/x"}}}}, "$ref": "#/$defs/x"}
+    schema = {
+        "$defs": {"x": {"required": ["x"], "properties": {"x": {"$ref": "#/$defs/x"}}}},
+        "$ref": "#/$defs/x",
+    }
     assert "x" in example(schema)
 
 
@@ -186,10 +235,18 @@ _LEAVES = st.one_of(
 SCHEMAS = st.recursive(
     _LEAVES,
     lambda inner: st.one_of(
-        st.builds(lambda item, least: {"type": "array", "items": item, "minItems": least}, inner, st.integers(0, 2)),
+        st.builds(
+            lambda item, least: {"type": "array", "items": item, "minItems": least},
+            inner,
+            st.integers(0, 2),
+        ),
         st.builds(lambda choices: {"anyOf": choices}, st.lists(inner, min_size=1, max_size=3)),
         st.builds(
-            lambda properties, some: {"type": "object", "properties": properties, "required": [*properties][:some]},
+            lambda properties, some: {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties][:some],
+            },
             st.dictionaries(st.sampled_from(["a", "b", "path"]), inner),
             st.integers(0, 3),
         ),
@@ -203,14 +260,20 @@ def test_every_value_is_valid(schema):
     jsonschema.validate(example(schema), schema)
 
 
-KEYWORDS = "type enum anyOf allOf $ref required properties items minItems minLength maxLength minimum default a"
+KEYWORDS = (
+    "type enum anyOf allOf $ref required properties items minItems minLength maxLength minimum"
+    " default a"
+)
 JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.sampled_from(["object", "array", "integer", "#/$defs/a"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS.split()), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYWORDS.split()), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 

@@ -1,4 +1,5 @@
-"""A server that acts as vLLM does when weights are published: it pauses, loads folders, and may refuse a step."""
+"""A server that acts as vLLM does when weights are published: it pauses, loads folders, and may
+refuse a step."""
 
 import json
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from rolltap.trainer.engine.weights import COMPARED, Score
 from tests.trainer.engine.answering import HEALTHY, Answering, serving
 
 BASE = [-1.0, -2.0, -3.0]
-"""Log-probabilities by the weights of the folder that it was started with. Those of sampled tokens begin again and
-again."""
+"""Log-probabilities by the weights of the folder that it was started with. Those of sampled tokens
+begin again and again."""
 IDS = [7, 8, 9, 10]
 UNKNOWN = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
 
@@ -23,7 +24,8 @@ def agreed(name: str | None) -> None:
 
 
 def trainer(logprobs: Sequence[float]) -> Score:
-    """Return a trainer that scores sampled tokens as `Acting` does that has these log-probabilities."""
+    """Return a trainer that scores sampled tokens as `Acting` does that has these
+    log-probabilities."""
 
     def score(ids: Sequence[int]) -> list[float]:
         assert list(ids[:-COMPARED]) == IDS
@@ -33,7 +35,8 @@ def trainer(logprobs: Sequence[float]) -> Score:
 
 
 class Acting(Answering):
-    """`refuses` are the paths that answer 500, and `scores` the log-probabilities by name of a folder or adapter."""
+    """`refuses` are the paths that answer 500, and `scores` the log-probabilities by name of a
+    folder or adapter."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
@@ -42,8 +45,20 @@ class Acting(Answering):
         self.refuses: dict[str, int] = {}
         """Path -> how often it is still refused; -1 is always."""
         self.start()
-        routes = ["/pause", "/resume", "/is_paused", "/weight_info", "/update_weight_version", "/collective_rpc"]
-        routes += ["/reset_prefix_cache", "/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+        routes = [
+            "/pause",
+            "/resume",
+            "/is_paused",
+            "/weight_info",
+            "/update_weight_version",
+            "/collective_rpc",
+        ]
+        routes += [
+            "/reset_prefix_cache",
+            "/v1/models",
+            "/v1/load_lora_adapter",
+            "/v1/unload_lora_adapter",
+        ]
         routes += ["/v1/completions", "/inference/v1/generate", "/tokenize", PATH]
         self.answers = HEALTHY | {path: self.route(path) for path in routes}
 
@@ -67,7 +82,13 @@ class Acting(Answering):
             status = self.register._answer(method, json.dumps(body).encode())
             return (
                 status,
-                json.dumps({"owner": self.register._owner, "about": self.register._about, "base": self.register._base}),
+                json.dumps(
+                    {
+                        "owner": self.register._owner,
+                        "about": self.register._about,
+                        "base": self.register._base,
+                    }
+                ),
             )
         if path == "/pause":
             self.paused = True
@@ -93,19 +114,33 @@ class Acting(Answering):
             return UNKNOWN
         if path == "/v1/models":
             base = {"id": "tiny", "root": str(self.root), "parent": None, "max_model_len": 99}
-            return {"data": [base, *({"id": name, "root": "", "parent": "tiny"} for name in self.adapters)]}
+            return {
+                "data": [
+                    base,
+                    *({"id": name, "root": "", "parent": "tiny"} for name in self.adapters),
+                ]
+            }
         if path == "/tokenize":
             return {"tokens": IDS}
         if path in ("/v1/completions", "/inference/v1/generate"):
             assert not self.paused, "a call waits until the engine is resumed"
             scores = self.scores[self.weights if body["model"] == "tiny" else body["model"]]
         if path == "/inference/v1/generate":
-            entries = [{"logprob": each} for each in islice(cycle(scores), body["sampling_params"]["max_tokens"])]
+            entries = [
+                {"logprob": each}
+                for each in islice(cycle(scores), body["sampling_params"]["max_tokens"])
+            ]
             ids = [5 + i % 3 for i in range(len(entries))]
             return {"choices": [{"token_ids": ids, "logprobs": {"content": entries}}]}
         if path == "/v1/completions":
-            entries = zip(body["prompt"][1:], islice(cycle(scores), len(body["prompt"]) - 1), strict=True)
-            return {"choices": [{"prompt_logprobs": [None, *({str(t): {"logprob": lp}} for t, lp in entries)]}]}
+            entries = zip(
+                body["prompt"][1:], islice(cycle(scores), len(body["prompt"]) - 1), strict=True
+            )
+            return {
+                "choices": [
+                    {"prompt_logprobs": [None, *({str(t): {"logprob": lp}} for t, lp in entries)]}
+                ]
+            }
         return {"is_paused": self.paused, "weight_version": self.version, "success": True}
 
     @property

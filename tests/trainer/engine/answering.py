@@ -15,12 +15,15 @@ AnyServer = TypeVar("AnyServer", bound=ThreadingHTTPServer)
 HEALTHY: dict[str, Any] = {
     "/health": "",
     "/version": {"version": "0.32.0"},
-    "/openapi.json": {"paths": {"/inference/v1/generate": {}, "/weight_info": {}, "/collective_rpc": {}}},
+    "/openapi.json": {
+        "paths": {"/inference/v1/generate": {}, "/weight_info": {}, "/collective_rpc": {}}
+    },
 }
 
 
 class Answering(ThreadingHTTPServer):
-    """An HTTP server. `answers` maps a path to JSON, to a status and a text, or to a function of method and body.
+    """An HTTP server. `answers` maps a path to JSON, to a status and a text, or to a function of
+    method and body.
 
     Other paths get FastAPI's 404.
     """
@@ -39,7 +42,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: Answering
 
     def do_GET(self) -> None:
-        digest = hashlib.sha256(self.headers.get("authorization", "").removeprefix("Bearer ").encode()).hexdigest()
+        digest = hashlib.sha256(
+            self.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        ).hexdigest()
         if self.path != "/health" and self.server.digest not in (None, digest):
             self.send_error(401)
             return

@@ -1,4 +1,5 @@
-"""The client against fixed answers. `test_publish.py` and `views/test_check.py` test it against vLLM."""
+"""The client against fixed answers. `test_publish.py` and `views/test_check.py` test it against
+vLLM."""
 
 import re
 from operator import methodcaller
@@ -28,7 +29,12 @@ def test_the_base_model_is_the_one_without_a_parent(answering, admin, cards):
 
 
 def test_a_completion_is_scored_by_the_log_probabilities_of_its_own_tokens(answering, admin):
-    entries = [None, {"2": {"logprob": -9.0}}, {"3": {"logprob": -0.5}, "8": {"logprob": -0.1}}, {"4": {"logprob": -2}}]
+    entries = [
+        None,
+        {"2": {"logprob": -9.0}},
+        {"3": {"logprob": -0.5}, "8": {"logprob": -0.1}},
+        {"4": {"logprob": -2}},
+    ]
     answering.answers["/v1/completions"] = {"choices": [{"prompt_logprobs": entries}]}
     assert admin.score("tiny", [1, 2], [3, 4]) == [-0.5, -2]
     ((_, body),) = answering.requests
@@ -46,13 +52,19 @@ def test_tokens_are_sampled_neutrally_and_each_has_its_log_probability(answering
     assert (body["model"], body["token_ids"]) == ("tiny", [1, 2])
     expected = {**NEUTRAL_SAMPLING, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
     assert body["sampling_params"] == expected
-    for wrong in ({"token_ids": [3]}, {"token_ids": [3, 4, 5]}, {"logprobs": {"content": entries[:1]}}):
+    for wrong in (
+        {"token_ids": [3]},
+        {"token_ids": [3, 4, 5]},
+        {"logprobs": {"content": entries[:1]}},
+    ):
         answering.answers["/inference/v1/generate"] = {"choices": [choice | wrong]}
         with pytest.raises(EngineError, match=r"it is not vLLM 0\.32 or newer"):
             admin.sample("tiny", [1, 2], 2)
 
 
-def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_caller(answering, admin, monkeypatch):
+def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_caller(
+    answering, admin, monkeypatch
+):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
     assert EngineAdmin(admin.url).healthy()
@@ -64,7 +76,14 @@ def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_
 @pytest.mark.parametrize(
     ("answer", "dtype"),
     [
-        ({"vllm_config": "model='m', dtype=torch.bfloat16, max_seq_len=4096, kv_cache_dtype=auto"}, "bfloat16"),
+        (
+            {
+                "vllm_config": (
+                    "model='m', dtype=torch.bfloat16, max_seq_len=4096, kv_cache_dtype=auto"
+                )
+            },
+            "bfloat16",
+        ),
         ({"vllm_config": "model='m', dtype=torch.float16"}, None),  # nothing is trained in it
         ((404, "no development routes"), None),
     ],
@@ -75,10 +94,16 @@ def test_an_engine_tells_the_type_in_which_it_computes(answering, admin, answer,
 
 
 def test_a_temperature_needs_log_probabilities_at_it(answering, admin):
-    answering.answers["/server_info"] = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+    answering.answers["/server_info"] = {
+        "vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}
+    }
     admin.require_processed()
-    answering.answers["/server_info"] = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
-    with pytest.raises(EngineError, match=r"reports raw_logprobs, .* --logprobs-mode processed_logprobs, or remove"):
+    answering.answers["/server_info"] = {
+        "vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}
+    }
+    with pytest.raises(
+        EngineError, match=r"reports raw_logprobs, .* --logprobs-mode processed_logprobs, or remove"
+    ):
         admin.require_processed()
 
 
@@ -86,19 +111,30 @@ def test_a_recipe_without_a_type_takes_its_engines(answering):
     answering.answers["/server_info"] = {"vllm_config": "dtype=torch.bfloat16"}
     recipe = Recipe(model=Path("m"), steps=1)
     assert typed_recipe(recipe, answering.url).dtype == "bfloat16"
-    assert typed_recipe(recipe.model_copy(update={"dtype": "float32"}), answering.url).dtype == "float32"
+    assert (
+        typed_recipe(recipe.model_copy(update={"dtype": "float32"}), answering.url).dtype
+        == "float32"
+    )
     assert typed_recipe(recipe, "http://127.0.0.1:9") == recipe  # no server listens there
 
 
 def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):
     admin.require_endpoints()
-    answering.answers |= {"/openapi.json": {"paths": {"/collective_rpc": {}}}, "/version": {"version": "0.20.0"}}
-    with pytest.raises(EngineError, match=r"vLLM 0\.20\.0 .* lacks /inference/v1/generate .*needs vLLM 0\.32"):
+    answering.answers |= {
+        "/openapi.json": {"paths": {"/collective_rpc": {}}},
+        "/version": {"version": "0.20.0"},
+    }
+    with pytest.raises(
+        EngineError, match=r"vLLM 0\.20\.0 .* lacks /inference/v1/generate .*needs vLLM 0\.32"
+    ):
         admin.require_endpoints()
 
 
 def test_what_an_engine_says_of_its_state_counts(answering, admin):
-    answering.answers |= {"/is_paused": {"is_paused": True}, "/reset_prefix_cache": {"success": False}}
+    answering.answers |= {
+        "/is_paused": {"is_paused": True},
+        "/reset_prefix_cache": {"success": False},
+    }
     answering.answers |= {"/update_weight_version": {}, "/weight_info": {"weight_version": "6"}}
     assert admin.is_paused() is True
     with pytest.raises(EngineError, match="kept its prefix cache"):
@@ -110,7 +146,10 @@ def test_what_an_engine_says_of_its_state_counts(answering, admin):
 NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
 WEIGHTS, MODELS, LOAD = "/weight_info", "/v1/models", "/v1/load_lora_adapter"
 WEIGHT_VERSION, SCORE = methodcaller("weight_version"), methodcaller("score", "a", [1], [2])
-LOAD_ADAPTER, UNLOAD_ADAPTER = methodcaller("load_adapter", "a", Path("/a")), methodcaller("unload_adapter", "a")
+LOAD_ADAPTER, UNLOAD_ADAPTER = (
+    methodcaller("load_adapter", "a", Path("/a")),
+    methodcaller("unload_adapter", "a"),
+)
 BY_SERVE = "404 .*start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
 HIGHER_RANK = "`rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r"
 NOT_VLLM = r"it is not vLLM 0\.32"
@@ -123,11 +162,21 @@ NOT_VLLM = r"it is not vLLM 0\.32"
         (WEIGHT_VERSION, WEIGHTS, (200, "<html>"), rf"answers '<html>' .*: {NOT_VLLM}"),
         (WEIGHT_VERSION, WEIGHTS, {"version": 1}, rf"KeyError.*: {NOT_VLLM}"),
         (EngineAdmin.models, MODELS, {"data": []}, rf"StopIteration.*: {NOT_VLLM}"),
-        (EngineAdmin.models, MODELS, (307, ""), r"GET http\S+/v1/models: 307 ; see the engine's log"),
+        (
+            EngineAdmin.models,
+            MODELS,
+            (307, ""),
+            r"GET http\S+/v1/models: 307 ; see the engine's log",
+        ),
         (LOAD_ADAPTER, LOAD, None, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         (LOAD_ADAPTER, LOAD, NOT_FOUND, "folder under the same path"),
         (LOAD_ADAPTER, LOAD, (400, "LoRA rank 32 is greater than max_lora_rank 16."), HIGHER_RANK),
-        (UNLOAD_ADAPTER, "/v1/unload_lora_adapter", NOT_FOUND, "cannot be found.*; see the engine's log"),
+        (
+            UNLOAD_ADAPTER,
+            "/v1/unload_lora_adapter",
+            NOT_FOUND,
+            "cannot be found.*; see the engine's log",
+        ),
         (SCORE, "/v1/completions", NOT_FOUND, "was unloaded while it was checked: check again"),
         (SCORE, "/v1/completions", (400, "out of vocabulary"), "the model that run.json names"),
         (
@@ -138,7 +187,9 @@ NOT_VLLM = r"it is not vLLM 0\.32"
         ),
     ],
 )
-def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, ask, path, answer, message):
+def test_an_error_names_the_request_the_answer_and_what_to_do(
+    answering, admin, ask, path, answer, message
+):
     if answer is not None:
         answering.answers[path] = answer
     with pytest.raises(EngineError, match=message) as raised:
@@ -147,7 +198,9 @@ def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, 
 
 
 def test_an_address_without_a_server_is_an_error_that_says_what_to_do():
-    with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`, or give its URL"):
+    with pytest.raises(
+        EngineError, match=r"no engine answers .*start it with `rolltap serve`, or give its URL"
+    ):
         EngineAdmin("http://127.0.0.1:9").models()
 
 

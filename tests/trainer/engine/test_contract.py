@@ -22,7 +22,8 @@ from rolltap.trainer.engine import admin, serve
 from rolltap.trainer.engine.serve import Parts, engine_command, engine_environment
 
 VERSIONS = {"0.32": "ROLLTAP_VLLM", "0.33": "ROLLTAP_VLLM_NEXT"}
-"""Minor version of vLLM -> the variable that names its program. With a GPU the first has another one."""
+"""Minor version of vLLM -> the variable that names its program. With a GPU the first has another
+one."""
 ANSWERED = {
     "/collective_rpc": "results",
     "/is_paused": "is_paused",
@@ -84,7 +85,12 @@ def test_it_has_every_route_that_is_asked_with_its_parameters(vllm):
     literal = re.compile(r'"(/[a-z_0-9/]+)(?:\?([a-z_]+)=[^"]*)?"')
     for module in (client, own_model, admin, serve):
         asked |= set(literal.findall(inspect.getsource(module)))
-    assert {path for path, _ in asked} >= {"/inference/v1/generate", "/is_paused", "/pause", "/resume"}
+    assert {path for path, _ in asked} >= {
+        "/inference/v1/generate",
+        "/is_paused",
+        "/pause",
+        "/resume",
+    }
     for path, parameter in asked:
         assert path == "/metrics" or path in vllm.parameters
         assert not parameter or parameter in vllm.parameters[path]

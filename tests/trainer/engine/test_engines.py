@@ -1,4 +1,5 @@
-"""Two engines as one: their owner, their base weights, new weights for all or none, and the versions they serve."""
+"""Two engines as one: their owner, their base weights, new weights for all or none, and the
+versions they serve."""
 
 import json
 import os
@@ -57,7 +58,9 @@ def old(model):
     return Weights(model, VERSION)
 
 
-@pytest.mark.parametrize("urls", ["", " ", "http://a,", "http://a, http://a/", [], ["http://a", "http://a"]])
+@pytest.mark.parametrize(
+    "urls", ["", " ", "http://a,", "http://a, http://a/", [], ["http://a", "http://a"]]
+)
 def test_a_list_of_engines_names_each_once(urls):
     with pytest.raises(InputError, match="give the URL of each engine once"):
         Engines(urls)
@@ -79,7 +82,9 @@ class TestOwner:
     def owners(self, pair):
         return [each.register._owner for each in pair]
 
-    def test_engines_are_owned_inside_the_block_also_after_a_kill_and_when_they_are_started_again(self, pair, engines):
+    def test_engines_are_owned_inside_the_block_also_after_a_kill_and_when_they_are_started_again(
+        self, pair, engines
+    ):
         pair[0].register._owner = RUN  # the killed training did not give it back
         with engines.claimed(RUN, "a host"):
             assert self.owners(pair) == [RUN, RUN]
@@ -98,7 +103,9 @@ class TestOwner:
             pass
         assert self.owners(pair) == [None, None]
 
-    def test_an_engine_is_stolen_on_request_and_its_former_owner_publishes_no_more(self, pair, engines, new, old):
+    def test_an_engine_is_stolen_on_request_and_its_former_owner_publishes_no_more(
+        self, pair, engines, new, old
+    ):
         with engines.claimed(RUN, "a host"):
             engines.require_owned()
             with Engines(pair[1].url).claimed("22222222", "the thief", steal=True):
@@ -121,16 +128,21 @@ class TestOwner:
         assert self.owners(pair) == [RUN, None]
 
     @pytest.mark.parametrize(
-        ("path", "never"), [("/pause", {"/collective_rpc", "/resume"}), ("/reset_prefix_cache", {"/resume"})]
+        ("path", "never"),
+        [("/pause", {"/collective_rpc", "/resume"}), ("/reset_prefix_cache", {"/resume"})],
     )
-    def test_a_stolen_engine_is_left_to_the_thief_from_then_on(self, pair, engines, new, old, path, never):
+    def test_a_stolen_engine_is_left_to_the_thief_from_then_on(
+        self, pair, engines, new, old, path, never
+    ):
         def steal(method, body):
             claim(Engines(pair[1].url).admins[0], Owner("22222222", "the thief"), steal=True)
             return pair[1].act(path, method, body)
 
         with engines.claimed(RUN, "a host"):
             pair[1].answers[path] = steal
-            with pytest.raises(EngineError, match=rf"22222222 .*; all other engines serve the weights {VERSION}"):
+            with pytest.raises(
+                EngineError, match=rf"22222222 .*; all other engines serve the weights {VERSION}"
+            ):
                 reload(engines, new, old)
         assert (pair[0].weights, pair[0].paused) == ("model", False)
         assert not never & {*pair[1].paths}
@@ -168,7 +180,12 @@ class TestOwner:
     ):
         del pair[1].answers[PATH]
         for each in pair:
-            each.adapters |= {"policy-22222222.5.0": "", f"policy-{RUN}.1.0": "", "judge": "", "policy-judge": ""}
+            each.adapters |= {
+                "policy-22222222.5.0": "",
+                f"policy-{RUN}.1.0": "",
+                "judge": "",
+                "policy-judge": "",
+            }
         with engines.claimed(RUN, "a host"):
             engines.require_owned()
             assert self.owners(pair) == [RUN, None]
@@ -176,7 +193,10 @@ class TestOwner:
         assert f"{pair[1].url} has no register of its owner" in caplog.text
         assert set(pair[0].adapters) == {f"policy-{RUN}.1.0", "judge", "policy-judge"}
         assert "policy-22222222.5.0" in pair[1].adapters
-        assert f"{pair[0].url}: the adapter policy-22222222.5.0 was unloaded: the training that" in caplog.text
+        assert (
+            f"{pair[0].url}: the adapter policy-22222222.5.0 was unloaded: the training that"
+            in caplog.text
+        )
 
 
 class TestBaseWeights:
@@ -210,33 +230,54 @@ class TestBaseWeights:
 
     @pytest.mark.parametrize(
         ("paused", "weights", "why"),
-        [(True, "", "is paused, as a killed training leaves it"), (False, "other", "which differ from .* by 1 nats")],
+        [
+            (True, "", "is paused, as a killed training leaves it"),
+            (False, "other", "which differ from .* by 1 nats"),
+        ],
     )
-    def test_an_engine_that_does_not_serve_them_loads_them(self, pair, verify, said, paused, weights, why):
+    def test_an_engine_that_does_not_serve_them_loads_them(
+        self, pair, verify, said, paused, weights, why
+    ):
         pair[0].paused, pair[0].weights = paused, weights
         pair[0].scores["other"] = [-2.0, -3.0, -4.0]
         verify()
         assert re.search(why, said[0])
         assert (pair[0].paused, pair[0].weights, pair[0].version) == (False, "model", VERSION)
 
-    def test_an_engine_that_still_differs_is_refused_by_name_root_version_and_fix(self, pair, verify, model):
+    def test_an_engine_that_still_differs_is_refused_by_name_root_version_and_fix(
+        self, pair, verify, model
+    ):
         pair[0].scores["model"] = [-2.0, -3.0, -4.0]
         with pytest.raises(EngineError) as raised:
             verify()
-        parts = (pair[0].url, f"model {model}", f"weights {VERSION}", "1 nats", f"rolltap serve {model}", "--dtype")
+        parts = (
+            pair[0].url,
+            f"model {model}",
+            f"weights {VERSION}",
+            "1 nats",
+            f"rolltap serve {model}",
+            "--dtype",
+        )
         assert [part for part in parts if part not in str(raised.value)] == []
         with pytest.raises(EngineError, match="differs from the trainer by inf nats"):
             verify(own=[float("nan")] * 3)
 
-    def test_an_engine_of_another_model_is_refused_before_it_loads_anything(self, pair, verify, tmp_path):
+    def test_an_engine_of_another_model_is_refused_before_it_loads_anything(
+        self, pair, verify, tmp_path
+    ):
         pair[0].root = folder(tmp_path / "larger", hidden_size=16)
         pair[0].scores["model"] = [-2.0, -3.0, -4.0]
-        with pytest.raises(EngineError, match=r"its own model is .*larger, and there is no sign here that it is"):
+        with pytest.raises(
+            EngineError, match=r"its own model is .*larger, and there is no sign here that it is"
+        ):
             verify()
         assert "/collective_rpc" not in pair[0].paths
         pair[0].register._base = str(pair[0].root)  # it was verified as another model
         pair[0].root, pair[0].version = Path("Qwen/Qwen3-4B"), "22222222.3.0"
-        with pytest.raises(EngineError, match=r"its own model is Qwen/Qwen3-4B, and there is no sign here that it is"):
+        with pytest.raises(
+            EngineError,
+            match=r"its own model is Qwen/Qwen3-4B, and there is no sign here that it is",
+        ):
             verify()
 
     @pytest.mark.parametrize("state", ["restarted", "killed", "another training"])
@@ -254,7 +295,9 @@ class TestBaseWeights:
             verify()
         assert (pair[0].weights, pair[0].version, pair[0].paused) == ("model", VERSION, False)
 
-    def test_an_engine_whose_model_has_another_name_is_told_of(self, pair, verify, tmp_path, model, said):
+    def test_an_engine_whose_model_has_another_name_is_told_of(
+        self, pair, verify, tmp_path, model, said
+    ):
         pair[0].root = folder(tmp_path / "copy", transformers_version="4.0")  # the same model
         pair[0].version = "99999999.1.0"
         verify()
@@ -262,7 +305,10 @@ class TestBaseWeights:
         said.clear()
         pair[0].root = tmp_path / "elsewhere"
         verify(own=[-1.0002, -2.0002, -3.0002])
-        assert said == [f"the engine at {pair[0].url} serves {pair[0].root}: taken for {model}, 0.0002 nats from it"]
+        assert said == [
+            f"the engine at {pair[0].url} serves {pair[0].root}: taken for {model}, 0.0002 nats"
+            " from it"
+        ]
 
 
 def test_the_differences_are_those_of_each_engine(pair, engines):
@@ -273,43 +319,65 @@ def test_the_differences_are_those_of_each_engine(pair, engines):
         each.scores["policy-1"] = [-2.0, -3.0, -4.0]
     assert [*engines.differences("policy-1", IDS, trainer(BASE)).values()] == pytest.approx([1, 1])
     assert [*engines.differences(None, IDS, trainer([float("nan")])).values()] == [float("inf")] * 2
-    assert {path for each in pair for path in each.paths} == {"/v1/models", "/inference/v1/generate"}
+    assert {path for each in pair for path in each.paths} == {
+        "/v1/models",
+        "/inference/v1/generate",
+    }
 
 
 class TestNewWeights:
-    def test_all_engines_are_paused_before_one_loads_them_and_resumed_after(self, pair, engines, new, old):
+    def test_all_engines_are_paused_before_one_loads_them_and_resumed_after(
+        self, pair, engines, new, old
+    ):
         reload(engines, new, old)
         for each in pair:
             assert (each.weights, each.version, each.paused) == ("new", new.version, False)
-            loading = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"]
+            loading = [
+                "/collective_rpc",
+                "/reset_prefix_cache",
+                "/update_weight_version",
+                "/weight_info",
+            ]
             assert each.paths == ["/pause", *loading, "/resume"]
 
     @pytest.mark.parametrize(
-        "step", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+        "step",
+        ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"],
     )
     def test_when_one_refuses_a_step_all_go_back(self, pair, engines, new, old, step):
         pair[1].refuses[step] = 1
         with pytest.raises(
-            EngineError, match=rf"{pair[1].url}{step}\S*: 500 .*; all engines serve the weights {VERSION}"
+            EngineError,
+            match=rf"{pair[1].url}{step}\S*: 500 .*; all engines serve the weights {VERSION}",
         ):
             reload(engines, new, old)
         version = "default" if step == "/pause" else VERSION  # then none loads anything
-        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", version, False)] * 2
+        assert [(each.weights, each.version, each.paused) for each in pair] == [
+            ("model", version, False)
+        ] * 2
         assert ("/collective_rpc" in [*pair[0].paths, *pair[1].paths]) == (step != "/pause")
 
     def test_an_engine_that_cannot_go_back_is_named_and_stays_paused(self, pair, engines, new, old):
         pair[0].refuses["/collective_rpc"] = -1
-        with pytest.raises(EngineError, match=rf"go back to the weights {VERSION}: .*{pair[0].url}") as raised:
+        with pytest.raises(
+            EngineError, match=rf"go back to the weights {VERSION}: .*{pair[0].url}"
+        ) as raised:
             reload(engines, new, old)
         assert pair[1].url not in str(raised.value)
         assert [(each.weights, each.paused) for each in pair] == [("model", True), ("model", False)]
 
-    def test_an_interruption_waits_for_the_engines_says_so_and_goes_back(self, pair, engines, new, old, caplog):
-        interrupt(pair[1], "/reset_prefix_cache", lambda: wait_until(lambda: "stopping" in caplog.text))
+    def test_an_interruption_waits_for_the_engines_says_so_and_goes_back(
+        self, pair, engines, new, old, caplog
+    ):
+        interrupt(
+            pair[1], "/reset_prefix_cache", lambda: wait_until(lambda: "stopping" in caplog.text)
+        )
         with pytest.raises(KeyboardInterrupt):
             reload(engines, new, old)
         assert caplog.text.count("stopping: waiting for the engines") == 1
-        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
+        assert [(each.weights, each.version, each.paused) for each in pair] == [
+            ("model", VERSION, False)
+        ] * 2
 
     def test_an_interruption_does_not_wait_for_ever_and_the_next_start_restores_the_engine(
         self, pair, engines, new, old, monkeypatch, caplog
@@ -333,7 +401,8 @@ def wait_until(holds):
 
 
 def interrupt(server, path, then):
-    """Let an engine interrupt the program the first time that it is asked for a path, and go on after `then`."""
+    """Let an engine interrupt the program the first time that it is asked for a path, and go on
+    after `then`."""
     asked = []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
@@ -352,7 +421,9 @@ class TestAdapters:
     def adapters(self, tmp_path):
         return {name: folder(tmp_path / name) for name in ("policy-a", "policy-b")}
 
-    def test_an_engine_loads_those_that_it_lacks_and_unloads_unwanted_ones(self, pair, engines, adapters):
+    def test_an_engine_loads_those_that_it_lacks_and_unloads_unwanted_ones(
+        self, pair, engines, adapters
+    ):
         pair[0].adapters["policy-a"] = "/before"
         with engines.loaded(adapters):
             pass
@@ -362,13 +433,18 @@ class TestAdapters:
         engines.unload(lambda name: name.startswith("policy-"))
         assert [set(each.adapters) for each in pair] == [{"other"}, set()]
 
-    def test_when_one_or_the_block_refuses_them_all_unload_what_they_loaded(self, pair, engines, adapters):
+    def test_when_one_or_the_block_refuses_them_all_unload_what_they_loaded(
+        self, pair, engines, adapters
+    ):
         pair[0].adapters["policy-a"] = "/before"
         with pytest.raises(EngineError, match="no agreement"), engines.loaded(adapters):
             raise EngineError("no agreement")
         assert [set(each.adapters) for each in pair] == [{"policy-a"}, set()]
         pair[1].refuses["/v1/load_lora_adapter"] = -1
-        with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"), engines.loaded(adapters):
+        with (
+            pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"),
+            engines.loaded(adapters),
+        ):
             pass
         assert [set(each.adapters) for each in pair] == [{"policy-a"}, set()]
 
@@ -396,5 +472,9 @@ def served(engine, tmp_path):
 @pytest.mark.parametrize("base", ["default", "ffffffff.0.3", "ffffffff.3.0", "1a2b3c4d.1.0"])
 def test_adapters_are_served_on_the_base_weights_that_they_were_made_for(served, base):
     """On published weights they are other policies."""
-    adapters = {ADAPTER: f"policy-{ADAPTER}", "mine": "judge"} if base in ("default", "ffffffff.0.3") else {}
+    adapters = (
+        {ADAPTER: f"policy-{ADAPTER}", "mine": "judge"}
+        if base in ("default", "ffffffff.0.3")
+        else {}
+    )
     assert served(base) == {**adapters, base: None}

@@ -20,7 +20,8 @@ FOLDER = Path(in_vllm.__file__).parent
 
 @pytest.fixture
 def ask(monkeypatch):
-    """Return a function that sends a request through the middleware. It returns what the server gets to send."""
+    """Return a function that sends a request through the middleware. It returns what the server
+    gets to send."""
     monkeypatch.setenv(DIGEST, DIGEST_OF_KEY)
 
     async def app(scope, receive, send):
@@ -34,26 +35,46 @@ def ask(monkeypatch):
 
         headers = [(b"authorization", value.encode("latin-1")) for value in authorizations]
         await RequireKey(app)({"type": kind, "path": path, "headers": headers, **scope}, None, send)
-        return [message["type"] if kind != "http" else message.get("status", message["type"]) for message in sent]
+        return [
+            message["type"] if kind != "http" else message.get("status", message["type"])
+            for message in sent
+        ]
 
     return ask
 
 
-ROUTES = ["/pause", "/update_weights", "/v1/load_lora_adapter", "/inference/v1/generate", "/collective_rpc", "/metrics"]
+ROUTES = [
+    "/pause",
+    "/update_weights",
+    "/v1/load_lora_adapter",
+    "/inference/v1/generate",
+    "/collective_rpc",
+    "/metrics",
+]
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "", "/", "/health/", "//health", "/health/../pause", "/HEALTH"])
+@pytest.mark.parametrize(
+    "path", [*ROUTES, "", "/", "/health/", "//health", "/health/../pause", "/HEALTH"]
+)
 async def test_a_route_requires_the_key(ask, path):
     for method in ("GET", "OPTIONS", "HEAD", "CONNECT"):
         assert await ask(path, method=method) == [401, "http.response.body"]
     assert await ask(path, f"Bearer {KEY}") == ["passed"]
 
 
-NOT_THE_KEY = [KEY, f"Basic {KEY}", "Bearer ", f"Bearer {KEY[:-1]}", f"Bearer {KEY} ", f"Bearer {DIGEST_OF_KEY}"]
+NOT_THE_KEY = [
+    KEY,
+    f"Basic {KEY}",
+    "Bearer ",
+    f"Bearer {KEY[:-1]}",
+    f"Bearer {KEY} ",
+    f"Bearer {DIGEST_OF_KEY}",
+]
 
 
 @pytest.mark.parametrize(
-    "authorizations", [*([one] for one in NOT_THE_KEY), ["Bearer \xff"], ["Bearer wrong", f"Bearer {KEY}"]]
+    "authorizations",
+    [*([one] for one in NOT_THE_KEY), ["Bearer \xff"], ["Bearer wrong", f"Bearer {KEY}"]],
 )
 async def test_what_is_not_the_key_is_refused(ask, authorizations):
     assert await ask("/pause", *authorizations) == [401, "http.response.body"]
@@ -76,7 +97,9 @@ def test_they_are_imported_without_rolltap_and_without_other_packages():
     assert names == ["rolltap_key", "rolltap_owner", "rolltap_scores"]
     imports = f"import json, sys; sys.path.insert(0, {str(FOLDER)!r}); import {', '.join(names)}"
     show = f"{imports}; print(json.dumps([*sys.modules]))"
-    printed = subprocess.run([sys.executable, "-I", "-S", "-c", show], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", show], capture_output=True, text=True, check=True
+    )
     modules = {name.split(".")[0] for name in json.loads(printed.stdout)} - {*names, "__main__"}
     assert modules <= set(sys.stdlib_module_names) | {"_distutils_hack", "sitecustomize"}
 
@@ -101,7 +124,9 @@ class TestScoresAlone:
 
         middleware = ScoresAlone(app)
 
-        async def request_(name, path="/inference/v1/generate", method="POST", alone=False, kind="http"):
+        async def request_(
+            name, path="/inference/v1/generate", method="POST", alone=False, kind="http"
+        ):
             ends[name] = asyncio.Event()
             headers = [(HEADER.encode(), b"1")] if alone else []
             scope = {"type": kind, "method": method, "path": path, "headers": headers, "name": name}
@@ -111,7 +136,9 @@ class TestScoresAlone:
 
         return request_
 
-    async def test_calls_run_beside_each_other_and_a_score_alone_in_the_order_of_arrival(self, request_, begun):
+    async def test_calls_run_beside_each_other_and_a_score_alone_in_the_order_of_arrival(
+        self, request_, begun
+    ):
         first = await request_("first")
         second = await request_("second", "/v1/chat/completions")
         score = await request_("score", "/v1/completions", alone=True)

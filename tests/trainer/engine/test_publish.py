@@ -1,4 +1,5 @@
-"""Publishers with two servers that act as engines: what is saved, loaded, kept, named and undone."""
+"""Publishers with two servers that act as engines: what is saved, loaded, kept, named and
+undone."""
 
 import json
 import shutil
@@ -19,7 +20,9 @@ from tests.trainer.engine.acting import acting, agreed
 from tests.trainer.training.step.tiny import tiny_model
 
 # peft 0.21 uses a name that transformers 5.23 deprecates
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 OTHER = "policy-ffffffff.7.0"
 """The adapter of another training."""
@@ -58,7 +61,9 @@ def start(pair, base, tmp_path):
         (tmp_path / run).mkdir(exist_ok=True)
         engines = Engines([each.url for each in pair])
         folder = tmp_path / "published"
-        return make_publisher(kind, engines, folder=folder, run=tmp_path / run, base=base, adapters=adapters)
+        return make_publisher(
+            kind, engines, folder=folder, run=tmp_path / run, base=base, adapters=adapters
+        )
 
     return start
 
@@ -121,7 +126,9 @@ class TestAdapters:
         assert self.loaded(pair) == [[name(2), name(3)]] * 2
         assert f"stay loaded: POST {pair[1].url}/v1/unload_lora_adapter: 500" in caplog.text
 
-    def test_an_engine_that_was_started_again_gets_the_adapters_that_sessions_keep(self, pair, start, model):
+    def test_an_engine_that_was_started_again_gets_the_adapters_that_sessions_keep(
+        self, pair, start, model
+    ):
         publisher = start("lora", adapters=3)
         publisher.publish(model, version(0), agreed)
         publisher.publish(model, version(1), agreed)
@@ -129,7 +136,9 @@ class TestAdapters:
         publisher.publish(model, version(2), agreed)
         assert self.loaded(pair) == [[name(0), name(1), name(2)]] * 2
 
-    def test_a_start_after_a_kill_replaces_what_the_earlier_start_left(self, pair, start, model, tmp_path, published):
+    def test_a_start_after_a_kill_replaces_what_the_earlier_start_left(
+        self, pair, start, model, tmp_path, published
+    ):
         start("lora").publish(model, version(3), agreed)
         (tmp_path / "published" / f".{name(4)}.partial").mkdir()
         start("lora").publish(model, version(3, attempt=1), agreed)
@@ -141,7 +150,9 @@ class TestCheckpoints:
     def served(self, pair):
         return [(each.weights, each.version, each.paused) for each in pair]
 
-    def test_the_published_checkpoint_and_no_other_is_on_the_disk(self, pair, start, published, policy):
+    def test_the_published_checkpoint_and_no_other_is_on_the_disk(
+        self, pair, start, published, policy
+    ):
         publisher = start("checkpoint")
         for step in range(3):
             assert publisher.publish(tiny_model(), version(step), agreed) is None
@@ -149,7 +160,9 @@ class TestCheckpoints:
             assert published() == [name(step)]
             assert policy() == {"model": None, "version": version(step)}
 
-    @pytest.mark.parametrize("step", ["/pause", "/collective_rpc", "/update_weight_version", "/resume", None])
+    @pytest.mark.parametrize(
+        "step", ["/pause", "/collective_rpc", "/update_weight_version", "/resume", None]
+    )
     def test_when_one_engine_refuses_or_they_do_not_agree_all_serve_the_previous_checkpoint(
         self, pair, start, policy, step, monkeypatch
     ):
@@ -181,12 +194,19 @@ class TestCheckpoints:
         pair[0].adapters |= {OTHER: "/other", "judge": "/judge"}
         start("checkpoint").publish(tiny_model(), version(1), agreed)
         assert [each.adapters for each in pair] == [{}, {}]
-        assert f"{pair[0].url}: the adapter judge was unloaded: it was made for other weights" in caplog.text
+        assert (
+            f"{pair[0].url}: the adapter judge was unloaded: it was made for other weights"
+            in caplog.text
+        )
 
-    def test_when_the_first_publication_is_refused_all_serve_the_base_model(self, pair, start, tmp_path, monkeypatch):
+    def test_when_the_first_publication_is_refused_all_serve_the_base_model(
+        self, pair, start, tmp_path, monkeypatch
+    ):
         monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: False)
         pair[0].refuses["/collective_rpc"] = 1
-        with pytest.raises(EngineError, match=rf"all engines serve the weights {version(0, attempt=4)}"):
+        with pytest.raises(
+            EngineError, match=rf"all engines serve the weights {version(0, attempt=4)}"
+        ):
             start("checkpoint").publish(tiny_model(), version(9, attempt=4), agreed)
         assert self.served(pair) == [("base", version(0, attempt=4), False)] * 2
         assert not (tmp_path / "run" / "policy.json").exists()
@@ -197,13 +217,19 @@ class TestCheckpoints:
         for left in (name(3), f".{name(4)}.partial", OTHER):
             (tmp_path / "published" / left).mkdir(parents=True)
         save, before = publish.save_weights, []
-        monkeypatch.setattr(publish, "save_weights", lambda *args: (before.extend(published()), save(*args)))
+        monkeypatch.setattr(
+            publish, "save_weights", lambda *args: (before.extend(published()), save(*args))
+        )
         start("checkpoint").publish(tiny_model(), version(3, attempt=1), agreed)
         assert before == [f".{name(3, attempt=1)}.partial", OTHER]
         assert published() == [name(3, attempt=1), OTHER]
 
-    def test_a_folder_without_room_for_two_checkpoints_is_refused_at_the_start(self, start, base, monkeypatch):
-        size = 2 * sum(weight.numel() for weight in tiny_model().state_dict().values())  # in 16 bits
+    def test_a_folder_without_room_for_two_checkpoints_is_refused_at_the_start(
+        self, start, base, monkeypatch
+    ):
+        size = 2 * sum(
+            weight.numel() for weight in tiny_model().state_dict().values()
+        )  # in 16 bits
         usage = shutil.disk_usage(base)
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2 * size))
         start("checkpoint").publish(tiny_model(), version(0), agreed)
@@ -214,7 +240,9 @@ class TestCheckpoints:
             start("checkpoint")
 
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-    def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(self, pair, start, monkeypatch, missing):
+    def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(
+        self, pair, start, monkeypatch, missing
+    ):
         save = publish.save_weights
 
         def save_in_part(model, folder, base):
@@ -222,16 +250,22 @@ class TestCheckpoints:
             (folder / missing).unlink()
 
         monkeypatch.setattr(publish, "save_weights", save_in_part)
-        with pytest.raises(InputError, match=r"needs config.json and \*.safetensors; the engines are unchanged"):
+        with pytest.raises(
+            InputError, match=r"needs config.json and \*.safetensors; the engines are unchanged"
+        ):
             start("checkpoint").publish(tiny_model(), version(1), agreed)
         assert self.served(pair) == [("base", "default", False)] * 2
         assert "/pause" not in pair[0].paths
 
-    def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(self, pair, start, monkeypatch):
+    def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(
+        self, pair, start, monkeypatch
+    ):
         model = tiny_model()
         model.config.tie_word_embeddings = True
         monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: True)
-        with pytest.raises(InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
+        with pytest.raises(
+            InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"
+        ):
             start("checkpoint").publish(model, version(1), agreed)
         with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
             start("lora").publish(model, version(0), agreed)
@@ -241,7 +275,9 @@ class TestCheckpoints:
 @pytest.mark.parametrize("kind", ["checkpoint", "lora"])
 def test_an_engine_that_was_stolen_is_not_published_to(kind, pair, base, model, tmp_path):
     engines = Engines([each.url for each in pair])
-    publisher = make_publisher(kind, engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
+    publisher = make_publisher(
+        kind, engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2
+    )
     with (
         engines.claimed("1a2b3c4d", "here"),
         Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
@@ -253,9 +289,13 @@ def test_an_engine_that_was_stolen_is_not_published_to(kind, pair, base, model, 
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "lora"])
-def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(kind, pair, start, model, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(
+    kind, pair, start, model, tmp_path
+):
     (tmp_path / "published").write_text("a file")
-    with pytest.raises(RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"):
+    with pytest.raises(
+        RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"
+    ):
         start(kind).publish(model, version(1), agreed)
     assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths, *pair[1].paths}
 
@@ -277,8 +317,17 @@ except RunError as error:
 
 def test_a_full_memory_file_system_is_an_error_that_names_it(base, tmp_path, small_disk):
     (tmp_path / "shm").mkdir()
-    command = [*small_disk("16k", tmp_path / "shm"), sys.executable, "-c", FULL, base, tmp_path / "shm"]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+    command = [
+        *small_disk("16k", tmp_path / "shm"),
+        sys.executable,
+        "-c",
+        FULL,
+        base,
+        tmp_path / "shm",
+    ]
+    printed = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT
+    ).stdout
     assert f"{tmp_path}/shm/policy could not be written" in printed
     assert "No space left on device" in printed
     assert "the engines are unchanged" in printed

@@ -1,4 +1,5 @@
-"""Publishing to a real vLLM: it must then sample with the log-probabilities that transformers computes."""
+"""Publishing to a real vLLM: it must then sample with the log-probabilities that transformers
+computes."""
 
 import copy
 import json
@@ -57,7 +58,9 @@ def publisher(engine, tmp_path):
     def publisher(kind, *urls, adapters=2, keep=False):
         engines = Engines(urls or engine.url, keep=keep)
         folder = tmp_path / "published"
-        return make_publisher(kind, engines, folder=folder, run=tmp_path, base=engine.model_dir, adapters=adapters)
+        return make_publisher(
+            kind, engines, folder=folder, run=tmp_path, base=engine.model_dir, adapters=adapters
+        )
 
     return publisher
 
@@ -69,16 +72,27 @@ def post(engine, path: str, body: dict) -> httpx.Response:
 
 
 def generate(engine, model: str | None = None) -> dict:
-    """Return 16 tokens that the engine samples after `PROMPT`, with their log-probabilities and weight versions."""
-    sampling = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": 0, "ignore_eos": True}
+    """Return 16 tokens that the engine samples after `PROMPT`, with their log-probabilities and
+    weight versions."""
+    sampling = {
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "logprobs": 0,
+        "ignore_eos": True,
+    }
     body = {"token_ids": PROMPT, "sampling_params": sampling} | ({"model": model} if model else {})
     return post(engine, "/inference/v1/generate", body).json()["choices"][0]
 
 
 @torch.no_grad()
 def assert_samples_like(model, choice: dict, version: str | None = None) -> None:
-    """Assert that the log-probabilities in `choice` are those of `model`, and that it names the version."""
-    assert version is None or choice["weight_versions"] == [{"version": version, "start": 0, "end": 16}]
+    """Assert that the log-probabilities in `choice` are those of `model`, and that it names the
+    version."""
+    assert version is None or choice["weight_versions"] == [
+        {"version": version, "start": 0, "end": 16}
+    ]
     ids = choice["token_ids"]
     logits = model(input_ids=torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
@@ -99,7 +113,9 @@ def perturbed(model: Qwen3ForCausalLM, seed: int = 0) -> Qwen3ForCausalLM:
 def with_adapter(model: Qwen3ForCausalLM, rank: int = 4, seed: int = 0):
     """Return a copy with an adapter that changes its outputs."""
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=rank, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], init_lora_weights=False
+    )
     return get_peft_model(copy.deepcopy(model), config).eval()
 
 
@@ -111,7 +127,9 @@ def score(model, ids: list[int]) -> list[float]:
 
 
 def adapters(engine) -> set[str]:
-    return {served["id"] for served in engine.http.get("/v1/models").json()["data"] if served["parent"]}
+    return {
+        served["id"] for served in engine.http.get("/v1/models").json()["data"] if served["parent"]
+    }
 
 
 def policy(run: Path) -> dict:
@@ -124,7 +142,9 @@ def test_it_tells_its_load_by_the_metrics_that_are_read(engine):
     assert 0 <= load.cache < 1
 
 
-def test_a_published_checkpoint_is_what_the_engine_samples_from(engine, base, restored, publisher, tmp_path):
+def test_a_published_checkpoint_is_what_the_engine_samples_from(
+    engine, base, restored, publisher, tmp_path
+):
     assert_samples_like(base, generate(engine))
     publishes = publisher("checkpoint")
     for version in (f"{RUN}.0.0", f"{RUN}.1.0"):
@@ -134,7 +154,9 @@ def test_a_published_checkpoint_is_what_the_engine_samples_from(engine, base, re
         assert policy(tmp_path) == {"model": None, "version": version}
 
 
-def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_training(engine, base, restored, publisher):
+def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_training(
+    engine, base, restored, publisher
+):
     model = with_adapter(base)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     publisher("checkpoint").publish(model, f"{RUN}.1.0", agreed)
@@ -155,7 +177,9 @@ def generated_meanwhile(engine, publish, *, tokens: int) -> list[dict]:
         reader.start()
         publish()
         reader.join()
-    events = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    events = [
+        json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")
+    ]
     return [choice for event in events for choice in event["choices"]]
 
 
@@ -168,9 +192,15 @@ def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, rest
     assert versions == [[{"version": "default", "start": 0, "end": 1000}]]
 
 
-def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_keys(engine, base, restored, publisher):
+def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_keys(
+    engine, base, restored, publisher
+):
     weights, publishes = {"default": base}, publisher("checkpoint", keep=True)
-    for step, tokens in ((1, 2_000), (2, 12_000), (3, 24_000)):  # on a busy machine all of a call may be on one side
+    for step, tokens in (
+        (1, 2_000),
+        (2, 12_000),
+        (3, 24_000),
+    ):  # on a busy machine all of a call may be on one side
         before, version = list(weights)[-1], f"{RUN}.{step}.0"
         weights[version] = perturbed(base, seed=step)
         publish = partial(publishes.publish, weights[version], version, agreed)
@@ -179,14 +209,21 @@ def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_ke
         if len(spans) > 1:
             break
     old, new = spans
-    assert (old["version"], old["start"], new["version"], new["end"]) == (before, 0, version, tokens)
+    assert (old["version"], old["start"], new["version"], new["end"]) == (
+        before,
+        0,
+        version,
+        tokens,
+    )
     swap = old["end"]
     assert 0 < swap == new["start"]
     ids = [token for choice in choices for token in choice["token_ids"]][: swap + 500]
     reported = [token["logprob"] for choice in choices for token in choice["logprobs"]["content"]]
     own = [score(weights[name], PROMPT + ids)[len(PROMPT) - 1 :] for name in (before, version)]
     expected = own[0][:swap] + own[1][swap:]
-    differences = [abs(one - other) for one, other in zip(reported[: len(expected)], expected, strict=True)]
+    differences = [
+        abs(one - other) for one, other in zip(reported[: len(expected)], expected, strict=True)
+    ]
     assert max(differences) < 1e-4
 
 
@@ -198,19 +235,25 @@ def test_an_engine_that_cannot_read_a_checkpoint_samples_from_the_previous_one(
     install = EngineAdmin.install
 
     def truncated(admin, checkpoint, version):
-        if checkpoint.name == f"policy-{RUN}.2.0":  # as on a disk that another machine does not see whole
+        if (
+            checkpoint.name == f"policy-{RUN}.2.0"
+        ):  # as on a disk that another machine does not see whole
             weights = checkpoint / "model.safetensors"
             weights.write_bytes(weights.read_bytes()[:5000])
         install(admin, checkpoint, version)
 
     monkeypatch.setattr(EngineAdmin, "install", truncated)
-    with pytest.raises(EngineError, match=rf"/collective_rpc: 500 .*all engines serve the weights {RUN}\.1\.0"):
+    with pytest.raises(
+        EngineError, match=rf"/collective_rpc: 500 .*all engines serve the weights {RUN}\.1\.0"
+    ):
         publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
     assert_samples_like(model, generate(engine), f"{RUN}.1.0")
     assert policy(tmp_path)["version"] == f"{RUN}.1.0"
 
 
-def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(engine, base, restored, tmp_path, tokenizer):
+def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(
+    engine, base, restored, tmp_path, tokenizer
+):
     ids = fixed_ids(tokenizer)
     said = []
     trainer = Base(engine.model_dir, f"{RUN}.0.3", ids, partial(score, base), LIMITS["float32"])
@@ -231,7 +274,9 @@ def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(engine
     assert_samples_like(base, generate(engine))
 
 
-def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(engine, base, restored, publisher, tmp_path):
+def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(
+    engine, base, restored, publisher, tmp_path
+):
     model = with_adapter(base)
     name = publisher("lora").publish(model, f"{RUN}.1.0", agreed)
     assert policy(tmp_path) == {"model": name, "version": f"{RUN}.1.0"}
@@ -245,15 +290,21 @@ def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(engine
 def test_the_newest_adapters_stay_loaded(engine, base, restored, publisher):
     publishes = publisher("lora", adapters=3)
     models = {f"{RUN}.{step}.0": with_adapter(base, seed=step) for step in range(5)}
-    names = {version: publishes.publish(model, version, agreed) for version, model in models.items()}
+    names = {
+        version: publishes.publish(model, version, agreed) for version, model in models.items()
+    }
     kept = [f"{RUN}.{step}.0" for step in (2, 3, 4)]
     assert adapters(engine) == {names[version] for version in kept}
     for version in kept:
         assert_samples_like(models[version], generate(engine, names[version]))
 
 
-def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, restored, publisher, tmp_path):
-    with pytest.raises(EngineError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*rolltap serve --lora-rank"):
+def test_an_adapter_that_the_engine_refuses_is_not_the_policy(
+    engine, base, restored, publisher, tmp_path
+):
+    with pytest.raises(
+        EngineError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*rolltap serve --lora-rank"
+    ):
         publisher("lora").publish(with_adapter(base, rank=64), f"{RUN}.1.0", agreed)
     assert not (tmp_path / "policy.json").exists()
     assert adapters(engine) == set()
@@ -291,7 +342,10 @@ class TestTwoEngines:
         for each in (engine, second_engine):
             assert_samples_like(model, generate(each))
         refuses("reload_weights")
-        with pytest.raises(EngineError, match=rf"{second_engine.url} refuses; all engines serve the weights {RUN}.1.0"):
+        with pytest.raises(
+            EngineError,
+            match=rf"{second_engine.url} refuses; all engines serve the weights {RUN}.1.0",
+        ):
             publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
         for each in (engine, second_engine):
             assert_samples_like(model, generate(each), f"{RUN}.1.0")
@@ -300,7 +354,9 @@ class TestTwoEngines:
         self, engine, second_engine, urls, base, publisher, refuses, tokenizer
     ):
         refuses("reload_weights", times=2)
-        with pytest.raises(EngineError, match=rf"could not go back .*{second_engine.url} refuses.*stays paused"):
+        with pytest.raises(
+            EngineError, match=rf"could not go back .*{second_engine.url} refuses.*stays paused"
+        ):
             publisher("checkpoint", *urls).publish(perturbed(base), f"{RUN}.1.0", agreed)
         assert [EngineAdmin(url).is_paused() for url in urls] == [False, True]
         ids, said = fixed_ids(tokenizer), []
@@ -313,7 +369,11 @@ class TestTwoEngines:
 
 def test_an_engine_without_the_routes_is_an_error_that_names_the_switch(engine, tmp_path):
     # /none/pause is a 404 of vLLM, as /pause is without its development mode
-    with pytest.raises(EngineError, match=r"/pause\?mode=wait: 404 .*start it with .*VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(
+        EngineError, match=r"/pause\?mode=wait: 404 .*start it with .*VLLM_SERVER_DEV_MODE=1"
+    ):
         EngineAdmin(f"{engine.url}/none").pause()
-    with pytest.raises(EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+    with pytest.raises(
+        EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    ):
         EngineAdmin(f"{engine.url}/none").load_adapter("policy-1", tmp_path)

@@ -52,13 +52,19 @@ def score(adapted):
 
 @pytest.fixture
 def streams(engine, adapted):
-    """Let six streams sample with the adapter, and yield a function that waits for their choices."""
+    """Let six streams sample with the adapter, and yield a function that waits for their
+    choices."""
     sampling = {"max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     begun = threading.Semaphore(0)
 
     def stream(number):
         prompt = [*PROMPT, 5 + number]
-        body = {"model": "policy-1", "token_ids": prompt, "sampling_params": sampling, "stream": True}
+        body = {
+            "model": "policy-1",
+            "token_ids": prompt,
+            "sampling_params": sampling,
+            "stream": True,
+        }
         choices = []
         with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=300) as answer:
             for line in answer.iter_lines():
@@ -76,7 +82,9 @@ def streams(engine, adapted):
         yield lambda: [each.result() for each in running]
 
 
-def test_scores_and_samples_beside_six_streams_with_an_adapter_are_right_and_so_are_the_streams(engine, streams, score):
+def test_scores_and_samples_beside_six_streams_with_an_adapter_are_right_and_so_are_the_streams(
+    engine, streams, score
+):
     admin = EngineAdmin(engine.url)
     sampled = admin.sample("policy-1", PROMPT, 64)
     scores = admin.score("policy-1", PROMPT[:200], PROMPT[200:])

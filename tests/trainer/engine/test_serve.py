@@ -12,7 +12,13 @@ from rolltap.addons.engine.client import ROUTED, Engine
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.addons.store.routing import make_routing
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.serve import EngineServer, Parts, engine_command, is_cpu_build, require_model
+from rolltap.trainer.engine.serve import (
+    EngineServer,
+    Parts,
+    engine_command,
+    is_cpu_build,
+    require_model,
+)
 from rolltap.trainer.training.recipe import Recipe
 from tests import tiny_checkpoints
 from tests.conftest import ROOT, free_port, vllm_program
@@ -45,13 +51,22 @@ def test_on_a_gpu_vllm_keeps_its_own_defaults():
     assert "--enable-scale-out" in command
     assert flag(command, "--logprobs-mode") == "processed_logprobs"
     middleware = [command[i + 1] for i, word in enumerate(command) if word == "--middleware"]
-    assert middleware == ["rolltap_owner.OneOwner", "rolltap_key.RequireKey"]  # the last one is outermost: the key
+    assert middleware == [
+        "rolltap_owner.OneOwner",
+        "rolltap_key.RequireKey",
+    ]  # the last one is outermost: the key
     assert not {"--dtype", "--enforce-eager", "--max-model-len", "--enable-lora"} & set(command)
     assert "--gdn-prefill-backend" not in command
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16}, cpu=False)
     assert flag(command, "--max-lora-rank") == "16"
-    assert int(flag(command, "--max-cpu-loras")) > Recipe(model="m", steps=1, publish="lora").adapters == 4
-    command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16, "max_staleness": 5}, cpu=False)
+    assert (
+        int(flag(command, "--max-cpu-loras"))
+        > Recipe(model="m", steps=1, publish="lora").adapters
+        == 4
+    )
+    command = engine_command(
+        "vllm", "model", **DEFAULTS | {"lora_rank": 16, "max_staleness": 5}, cpu=False
+    )
     assert int(flag(command, "--max-loras")) == 7
     assert (
         int(flag(command, "--max-cpu-loras"))
@@ -130,8 +145,16 @@ def fake_vllm(folder, script):
 @pytest.mark.parametrize(
     ("script", "message", "status"),
     [
-        ("echo out of memory; exit 7", r"status 7: m is no folder here, .*; the end of (.|\n)*out of memory", 7),
-        ("exec sleep 600", r"did not answer at http://.*:9 in 0 s; the end of .*vllm\.log", -signal.SIGTERM),
+        (
+            "echo out of memory; exit 7",
+            r"status 7: m is no folder here, .*; the end of (.|\n)*out of memory",
+            7,
+        ),
+        (
+            "exec sleep 600",
+            r"did not answer at http://.*:9 in 0 s; the end of .*vllm\.log",
+            -signal.SIGTERM,
+        ),
     ],
 )
 def test_an_engine_that_ends_or_does_not_answer_in_time_is_stopped_and_shows_its_log(
@@ -144,7 +167,9 @@ def test_an_engine_that_ends_or_does_not_answer_in_time_is_stopped_and_shows_its
     assert server.wait() == status
 
 
-def test_a_folder_is_served_by_its_absolute_path_so_that_every_folder_of_a_user_means_the_same(tmp_path, monkeypatch):
+def test_a_folder_is_served_by_its_absolute_path_so_that_every_folder_of_a_user_means_the_same(
+    tmp_path, monkeypatch
+):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -164,8 +189,12 @@ def test_an_engine_is_reached_whatever_proxy_the_caller_has(tmp_path, monkeypatc
 
 def test_a_port_that_is_taken_is_named(answering, tmp_path):
     port = answering.server_address[1]
-    assert EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), host="::1").url == "http://[::1]:8000"
-    with pytest.raises(EngineError, match=rf"a server answers at http://127\.0\.0\.1:{port} already"):
+    assert (
+        EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), host="::1").url == "http://[::1]:8000"
+    )
+    with pytest.raises(
+        EngineError, match=rf"a server answers at http://127\.0\.0\.1:{port} already"
+    ):
         EngineServer("m", vllm=str(tmp_path / "vllm"), port=port).__enter__()
 
 
@@ -179,7 +208,13 @@ def test_a_model_that_is_a_path_and_not_there_is_refused_before_vllm_starts(tmp_
     left_to_vllm = ("hugging-face", "./mistral", "weights/of/mine.gguf")
     for model in ("Qwen/Qwen3-4B", "gpt2", "s3://bucket/models/mine", *left_to_vllm):
         EngineServer(model, vllm=vllm)
-    for model in ("/no/such/model", "./model", "runs/first/model", "~/model-of-nobody", "empty/mine"):
+    for model in (
+        "/no/such/model",
+        "./model",
+        "runs/first/model",
+        "~/model-of-nobody",
+        "empty/mine",
+    ):
         with pytest.raises(InputError, match=f"there is no folder {model}"):
             EngineServer(model, vllm=vllm)
     with pytest.raises(InputError, match=r"the folder empty has no config\.json"):
@@ -204,7 +239,9 @@ class TestKey:
             assert stat.S_IMODE(server.key_file.stat().st_mode) == 0o600
             assert stat.S_IMODE(server.key_file.parent.stat().st_mode) == 0o700
             EngineAdmin(server.url, server.key_file).require_endpoints()
-            with pytest.raises(EngineError, match=r"requires a key \(401\): set ROLLTAP_ENGINE_KEY_FILE"):
+            with pytest.raises(
+                EngineError, match=r"requires a key \(401\): set ROLLTAP_ENGINE_KEY_FILE"
+            ):
                 EngineAdmin(server.url).require_endpoints()
         assert not server.key_file.parent.exists()
 
@@ -261,7 +298,9 @@ async def test_vllm_returns_the_experts_of_all_tokens_but_the_last(monkeypatch, 
         pytest.skip("vLLM's CPU build cannot return experts: it needs Triton")
     model = tiny_checkpoints.qwen3_moe(tmp_path / "model", ROOT / "tests" / "models" / "qwen3-4b")
     monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path / "engine.key"))
-    with EngineServer(model, vllm=vllm, port=free_port(), routing=True, max_model_len=1024) as server:
+    with EngineServer(
+        model, vllm=vllm, port=free_port(), routing=True, max_model_len=1024
+    ) as server:
         engine = Engine(server.url, server.key_file.read_text().strip())
         for start in (0, 3):
             call = make_call(1, [5, 6, 7, 8], [], prefix_length=start + 1 if start else 0)
@@ -282,12 +321,19 @@ def test_every_route_of_vllm_but_health_requires_the_key(engine):
         for path, methods in engine.http.get("/openapi.json").json()["paths"].items()
         for method in methods
     ]
-    assert {"/pause", "/collective_rpc", "/update_weights", "/v1/load_lora_adapter"} <= {path for _, path in routes}
-    routes += [("GET", path) for path in ("/openapi.json", "/docs", "/metrics")] + [("OPTIONS", "/pause")]
+    assert {"/pause", "/collective_rpc", "/update_weights", "/v1/load_lora_adapter"} <= {
+        path for _, path in routes
+    }
+    routes += [("GET", path) for path in ("/openapi.json", "/docs", "/metrics")] + [
+        ("OPTIONS", "/pause")
+    ]
     routes += [(method, "/rolltap/owner") for method in ("GET", "PUT", "DELETE")]
     for method, path in routes:
         if path != "/health":
-            assert httpx.request(method, engine.url + path, timeout=30).status_code == 401, (method, path)
+            assert httpx.request(method, engine.url + path, timeout=30).status_code == 401, (
+                method,
+                path,
+            )
     assert httpx.get(f"{engine.url}/health").status_code == 200
     assert engine.http.get("/is_paused").json() == {"is_paused": False}
     EngineAdmin(engine.url).require_endpoints()

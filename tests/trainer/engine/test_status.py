@@ -47,13 +47,18 @@ def test_one_line_says_the_model_the_weights_the_adapters_the_owner_and_the_stat
     engine.answers["/health"] = (503, "")
     state = "it is paused: calls wait; it is not healthy"
     assert str(engine_status(admin)) == f"{serves}{STEP}; {adapters}; owned by {ABOUT}; {state}"
-    assert engine_status(admin)._asdict().items() >= {"version": PUBLISHED, "owner": "1a2b3c4d"}.items()
+    assert (
+        engine_status(admin)._asdict().items()
+        >= {"version": PUBLISHED, "owner": "1a2b3c4d"}.items()
+    )
 
 
 def test_a_vllm_without_development_routes_says_less(engine, admin):
     engine.answers = HEALTHY | {"/v1/models": engine.answers["/v1/models"]}
     assert str(engine_status(admin)).endswith(": weights that it does not name")
-    with pytest.raises(EngineError, match="start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(
+        EngineError, match="start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
+    ):
         reset_engine(admin)
 
 
@@ -63,10 +68,22 @@ def test_a_vllm_without_development_routes_says_less(engine, admin):
         ("default", UNPUBLISHED, None),
         ("1a2b3c4d.0.0", UNPUBLISHED, None),
         (PUBLISHED, Policy(PUBLISHED), None),
-        (PUBLISHED, UNPUBLISHED, f"samples by {STEP}, not by the base weights: `rolltap engine reset http://127"),
-        ("default", Policy(PUBLISHED), f"samples by its base weights, not by the run's policy {PUBLISHED}"),
+        (
+            PUBLISHED,
+            UNPUBLISHED,
+            f"samples by {STEP}, not by the base weights: `rolltap engine reset http://127",
+        ),
+        (
+            "default",
+            Policy(PUBLISHED),
+            f"samples by its base weights, not by the run's policy {PUBLISHED}",
+        ),
         ("default", Policy("1", "there"), None),
-        ("default", Policy("1", "policy-1"), "lacks the adapter policy-1, which is the run's policy"),
+        (
+            "default",
+            Policy("1", "policy-1"),
+            "lacks the adapter policy-1, which is the run's policy",
+        ),
     ],
 )
 def test_another_policy_than_the_runs_is_told(engine, admin, version, policy, words):
@@ -77,16 +94,24 @@ def test_another_policy_than_the_runs_is_told(engine, admin, version, policy, wo
     assert words is None or words in found
 
 
-def test_while_a_training_owns_the_engine_its_end_is_named_and_no_reset_that_would_be_refused(engine, admin):
+def test_while_a_training_owns_the_engine_its_end_is_named_and_no_reset_that_would_be_refused(
+    engine, admin
+):
     trained(engine, admin, ended=False)
-    assert f"wait for the end of {ABOUT}, which owns the engine" in engine_status(admin).mismatch(UNPUBLISHED)
+    assert f"wait for the end of {ABOUT}, which owns the engine" in engine_status(admin).mismatch(
+        UNPUBLISHED
+    )
 
 
 class TestReset:
     def test_it_has_its_base_weights_and_no_adapter_of_a_training(self, engine, admin):
         trained(engine, admin)
         reset_engine(admin)
-        assert (engine.version, engine.weights, engine.paused) == ("default", engine.root.name, False)
+        assert (engine.version, engine.weights, engine.paused) == (
+            "default",
+            engine.root.name,
+            False,
+        )
         assert [*engine.adapters] == ["judge"]
         assert engine_status(admin).owner is None
 
@@ -94,9 +119,13 @@ class TestReset:
         reset_engine(admin)
         assert not {"/pause", "/collective_rpc"} & {*engine.paths}
 
-    def test_a_training_that_owns_it_is_named_and_only_asked_for_it_is_taken_from_it(self, engine, admin):
+    def test_a_training_that_owns_it_is_named_and_only_asked_for_it_is_taken_from_it(
+        self, engine, admin
+    ):
         trained(engine, admin, ended=False)
-        with pytest.raises(EngineError, match=r"another training owns the engine at .*runs/grpo on here.*--steal"):
+        with pytest.raises(
+            EngineError, match=r"another training owns the engine at .*runs/grpo on here.*--steal"
+        ):
             reset_engine(admin)
         assert (engine.version, engine.paused) == (PUBLISHED, True)
         reset_engine(admin, steal=True)

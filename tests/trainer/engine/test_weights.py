@@ -11,7 +11,14 @@ from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
-from rolltap.trainer.engine.weights import FIXED_TEXT, Owner, claim, fixed_ids, mean_difference, release
+from rolltap.trainer.engine.weights import (
+    FIXED_TEXT,
+    Owner,
+    claim,
+    fixed_ids,
+    mean_difference,
+    release,
+)
 
 ONE, TWO = Owner("11111111", "host one, /runs/one"), Owner("22222222", "host two, /runs/two")
 
@@ -32,7 +39,9 @@ def asked(register, method, body=b"", path=PATH, kind="http"):
         sent.append(message)
 
     asyncio.run(register({"type": kind, "path": path, "method": method}, receive, send))
-    return sent if path != PATH or kind != "http" else (sent[0]["status"], json.loads(sent[1]["body"]))
+    return (
+        sent if path != PATH or kind != "http" else (sent[0]["status"], json.loads(sent[1]["body"]))
+    )
 
 
 class TestTheRegister:
@@ -44,7 +53,10 @@ class TestTheRegister:
         assert asked(register, "GET") == (200, {"owner": None, "about": None, "base": None})
         first = (200, {"owner": "a", "about": "one", "base": None})
         assert asked(register, "PUT", b'{"owner": "a", "about": "one"}') == first
-        for method, body in (("PUT", b'{"owner": "b", "about": "two", "steal": false}'), ("DELETE", b'{"owner": "b"}')):
+        for method, body in (
+            ("PUT", b'{"owner": "b", "about": "two", "steal": false}'),
+            ("DELETE", b'{"owner": "b"}'),
+        ):
             assert asked(register, method, body) == (409, first[1])
         assert asked(register, "DELETE", b'{"owner": "b", "steal": true}')[0] == 409
         assert asked(register, "GET") == first
@@ -55,7 +67,11 @@ class TestTheRegister:
         asked(register, "PUT", b'{"owner": "a"}')
         assert asked(register, "PUT", b'{"owner": "b", "steal": true}')[1]["owner"] == "b"
         for _ in range(2):
-            nobody = {"owner": None, "about": "", "base": None}  # for people: where the last one ran
+            nobody = {
+                "owner": None,
+                "about": "",
+                "base": None,
+            }  # for people: where the last one ran
             assert asked(register, "DELETE", b'{"owner": "b"}') == (200, nobody)
 
     @pytest.mark.parametrize(
@@ -63,7 +79,12 @@ class TestTheRegister:
         [
             *(b"", b"\xff", b"[]", b"7", b"{}", b"[" * 100_000),
             b'{"owner": "a", "base": 7}',
-            *(b'{"owner": ""}', b'{"owner": 7}', b'{"owner": "a", "about": 7}', b'{"owner": "a", "steal": "yes"}'),
+            *(
+                b'{"owner": ""}',
+                b'{"owner": 7}',
+                b'{"owner": "a", "about": 7}',
+                b'{"owner": "a", "steal": "yes"}',
+            ),
         ],
     )
     def test_what_is_not_a_claim_changes_nothing(self, register, body):
@@ -87,9 +108,13 @@ class TestTheClient:
     def engine(self, answering):
         return EngineAdmin(answering.url)
 
-    def test_a_claim_of_an_engine_that_another_training_owns_names_it_and_the_way_out(self, answering, engine):
+    def test_a_claim_of_an_engine_that_another_training_owns_names_it_and_the_way_out(
+        self, answering, engine
+    ):
         answering.answers[PATH] = (409, json.dumps({"owner": ONE.run, "about": ONE.about}))
-        with pytest.raises(EngineError, match=r"owns the engine at .*: 11111111 \(host one, /runs/one\).*--steal"):
+        with pytest.raises(
+            EngineError, match=r"owns the engine at .*: 11111111 \(host one, /runs/one\).*--steal"
+        ):
             claim(engine, TWO)
         answering.answers[PATH] = (200, "<html>")
         with pytest.raises(EngineError, match="it is not vLLM"):
@@ -98,7 +123,9 @@ class TestTheClient:
         assert claim(engine, ONE) is False
         release(engine, ONE)
 
-    def test_a_stuck_engine_does_not_hold_up_the_end_of_a_training(self, answering, engine, monkeypatch):
+    def test_a_stuck_engine_does_not_hold_up_the_end_of_a_training(
+        self, answering, engine, monkeypatch
+    ):
         monkeypatch.setattr(admin, "_REGISTER_SECONDS", 0.01)
         end = Event()
         answering.answers[PATH] = lambda method, body: (end.wait(), (200, "{}"))[1]
@@ -123,7 +150,9 @@ def test_a_real_engine_is_taken_given_back_and_stolen(engine):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_difference_is_the_mean_of_rows_of_one_length_and_a_number_that_is_not_finite_is_never_agreement(bad):
+def test_the_difference_is_the_mean_of_rows_of_one_length_and_a_number_that_is_not_finite_is_never_agreement(
+    bad,
+):
     assert mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -2.5]) == pytest.approx(1 / 3)
     for rows in (([-1.0, bad], [-1.0, -2.0]), ([-1.0, -2.0], [bad, -2.0]), ([bad], [bad])):
         assert mean_difference(*rows) == math.inf

@@ -12,12 +12,19 @@ from rolltap.trainer.tasks.task import Task
 
 
 class Left:
-    """A session of a task whose start has `files`; the agent did `did`, and its folders are `workspace` and `home`."""
+    """A session of a task whose start has `files`; the agent did `did`, and its folders are
+    `workspace` and `home`."""
 
     def __init__(self, folder, files, runtime=None, *, did=None):
         self.folder = folder
-        self.start = Start(folder / "start", str(folder))  # judgements of baselines are kept by this digest
-        self.workspace, self.home, self.logs = folder / "session/workspace", folder / "session/home", folder / "logs"
+        self.start = Start(
+            folder / "start", str(folder)
+        )  # judgements of baselines are kept by this digest
+        self.workspace, self.home, self.logs = (
+            folder / "session/workspace",
+            folder / "session/home",
+            folder / "logs",
+        )
         self.start.folder.mkdir(parents=True)
         write(self.start.folder, files)
         self.start.copy_to(self.workspace)

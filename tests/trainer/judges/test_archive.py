@@ -1,4 +1,5 @@
-"""Archives of what agents changed: they make the same changes again, and nothing that is written in one leads out."""
+"""Archives of what agents changed: they make the same changes again, and nothing that is written in
+one leads out."""
 
 import gzip
 import json
@@ -21,7 +22,8 @@ from tests.trainer.judges.test_changes import TREES, build, trees
 
 
 def restored(top, start):
-    """Return what is different from the start after the archive `top/a` was applied to a copy of it, and the rest."""
+    """Return what is different from the start after the archive `top/a` was applied to a copy of
+    it, and the rest."""
     given = Start(start, "d")
     given.copy_to(top / "fresh")
     refused = restore_changes(top / "a", given, top / "fresh")
@@ -39,9 +41,13 @@ def test_an_archive_of_changes_makes_the_same_changes_again(before, after):
         assert restored(top, start) == (changes, {})
 
 
-def test_links_modes_and_what_was_refused_are_kept_and_the_bytes_are_the_same_each_time(tmp_path, monkeypatch):
+def test_links_modes_and_what_was_refused_are_kept_and_the_bytes_are_the_same_each_time(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("gzip.time", SimpleNamespace(time=count().__next__))
-    start, workspace = trees(tmp_path, {"same": b"one", "gone": b"2"}, {"same": b"one", "sub": {}, "tool": b"x"})
+    start, workspace = trees(
+        tmp_path, {"same": b"one", "gone": b"2"}, {"same": b"one", "sub": {}, "tool": b"x"}
+    )
     (workspace / "sub/up").symlink_to("..")
     (workspace / "out").symlink_to("/etc/passwd")
     os.mkfifo(workspace / "pipe")
@@ -56,17 +62,33 @@ def test_links_modes_and_what_was_refused_are_kept_and_the_bytes_are_the_same_ea
     assert os.readlink(tmp_path / "fresh/sub/up") == ".."
 
 
-@pytest.mark.parametrize("after", [{"big": b"\0" * 999}, {str(number): b"" for number in range(99)}])
+@pytest.mark.parametrize(
+    "after", [{"big": b"\0" * 999}, {str(number): b"" for number in range(99)}]
+)
 def test_changes_over_the_limit_are_not_kept(tmp_path, monkeypatch, after):
     monkeypatch.setattr(archive, "MAX_BYTES", 900)
     start, workspace = trees(tmp_path, {}, after)
     keep_changes(find_changes(start, workspace), Start(start, "d"), workspace, tmp_path / "a")
-    with pytest.raises(InputError, match="the agent's changes were not kept: they take more than 0 MiB"):
+    with pytest.raises(
+        InputError, match="the agent's changes were not kept: they take more than 0 MiB"
+    ):
         restored(tmp_path, start)
 
 
 FILE = ["file", False, "eA=="]
-LEADS_OUT = ["../x", "/x", "a/../../x", "a//x", "./x", "", "a/", "a/..", "\0", "d/" * 200 + "x", "x" * 5000]
+LEADS_OUT = [
+    "../x",
+    "/x",
+    "a/../../x",
+    "a//x",
+    "./x",
+    "",
+    "a/",
+    "a/..",
+    "\0",
+    "d/" * 200 + "x",
+    "x" * 5000,
+]
 ATTACKS = {
     **{f"a file at {path[:9]!r}": {"changed": {path: FILE}} for path in LEADS_OUT},
     "a deleted file outside": {"deleted": ["../secret"]},
@@ -95,7 +117,13 @@ def test_nothing_that_is_written_in_an_archive_changes_or_shows_what_is_outside(
     except (InputError, OSError, KeyError, ValueError):
         found, refused = find_changes(start, tmp_path / "fresh"), {}
     assert (tmp_path / "secret").read_text() == "1"
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "fresh", "secret", "start", "workspace"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a",
+        "fresh",
+        "secret",
+        "start",
+        "workspace",
+    }
     assert not refused
     assert all(entry.kind == "file" or entry.kind == "folder" for entry in found.changed.values())
     assert not any(path.startswith(".git") for path in found.changed)
@@ -108,12 +136,17 @@ def test_nothing_that_is_written_in_an_archive_changes_or_shows_what_is_outside(
         (gzip.compress(b"{}")[:-9], "is damaged"),
         (gzip.compress(b" " * 9000 + b"null"), "is damaged"),
         (gzip.compress(b"[" * 9000), "is damaged"),
-        (gzip.compress(b'{"start": "e", "changed": {}, "deleted": [], "refused": {}}'), "starts with other files"),
+        (
+            gzip.compress(b'{"start": "e", "changed": {}, "deleted": [], "refused": {}}'),
+            "starts with other files",
+        ),
         (None, "there is no"),
     ],
     ids=["empty", "cut off", "too long", "nested", "another start", "none"],
 )
-def test_an_archive_that_does_not_fit_is_refused_and_changes_nothing(tmp_path, monkeypatch, content, words):
+def test_an_archive_that_does_not_fit_is_refused_and_changes_nothing(
+    tmp_path, monkeypatch, content, words
+):
     monkeypatch.setattr(archive, "MAX_BYTES", 9000)
     build(tmp_path / "start", {})
     if content is not None:

@@ -19,9 +19,9 @@ from tests.trainer.judges.sessions import nest
 
 NAMES = st.sampled_from(["a", "b", "c", "ü\n", "d e", "-rf", "\udcff"])
 CONTENT = st.one_of(st.binary(max_size=4), st.just(b"line\n" * 3))
-TREES = st.recursive(CONTENT, lambda below: st.dictionaries(NAMES, below, max_size=3), max_leaves=8).map(
-    lambda tree: tree if isinstance(tree, dict) else {"a": tree}
-)
+TREES = st.recursive(
+    CONTENT, lambda below: st.dictionaries(NAMES, below, max_size=3), max_leaves=8
+).map(lambda tree: tree if isinstance(tree, dict) else {"a": tree})
 
 
 def build(folder: Path, tree):
@@ -44,7 +44,10 @@ def trees(top: Path, start, workspace) -> tuple[Path, Path]:
 
 def modes_and_contents(folder: Path):
     return {
-        path.relative_to(folder): (path.stat().st_mode, path.read_bytes() if path.is_file() else None)
+        path.relative_to(folder): (
+            path.stat().st_mode,
+            path.read_bytes() if path.is_file() else None,
+        )
         for path in folder.rglob("*")
     }
 
@@ -68,7 +71,11 @@ def test_a_diff_shows_texts_modes_and_what_is_no_text(tmp_path):
     before = {"a.txt": b"one\ntwo\n", "gone": b"x", "bytes": b"\0", "same": b"same"}
     after = {"a.txt": b"one\n2", "new": b"new\n", "bytes": b"\0\1\2", "same": b"same"}
     start, workspace = trees(tmp_path, before, after)
-    for path in (start / "a.txt", start / "same", *(workspace / name for name in ("a.txt", "new", "bytes"))):
+    for path in (
+        start / "a.txt",
+        start / "same",
+        *(workspace / name for name in ("a.txt", "new", "bytes")),
+    ):
         path.chmod(0o644)
     (workspace / "link").symlink_to("same")
     (workspace / "same").chmod(0o755)
@@ -86,7 +93,9 @@ def test_a_diff_shows_texts_modes_and_what_is_no_text(tmp_path):
 
 
 def test_a_large_diff_is_cut_off_and_still_names_all_changes_by_a_digest(tmp_path):
-    start, workspace = trees(tmp_path, {}, {f"{number:03}": b"x" * 99 + b"\n" * 2000 for number in range(300)})
+    start, workspace = trees(
+        tmp_path, {}, {f"{number:03}": b"x" * 99 + b"\n" * 2000 for number in range(300)}
+    )
     digests = set()
     for end in "12":
         (workspace / "z").write_text(end)
@@ -98,8 +107,19 @@ def test_a_large_diff_is_cut_off_and_still_names_all_changes_by_a_digest(tmp_pat
 
 
 def test_a_link_that_may_lead_out_of_the_workspace_does_not_stay_inside():
-    assert all(stays_inside(target, depth) for target, depth in [("a", 0), ("a/b", 0), ("../a", 1), ("..", 1)])
-    out = [("../a", 0), ("../../a", 1), ("a/../b", 3), ("/etc", 3), ("", 0), (".git/config", 0), ("../.GIT", 1)]
+    assert all(
+        stays_inside(target, depth)
+        for target, depth in [("a", 0), ("a/b", 0), ("../a", 1), ("..", 1)]
+    )
+    out = [
+        ("../a", 0),
+        ("../../a", 1),
+        ("a/../b", 3),
+        ("/etc", 3),
+        ("", 0),
+        (".git/config", 0),
+        ("../.GIT", 1),
+    ]
     assert not any(stays_inside(target, depth) for target, depth in [*out, ("..", 0)])
 
 
@@ -125,7 +145,9 @@ def test_a_very_deep_folder_is_bounded(tmp_path, monkeypatch):
     remove_folder(workspace)
 
 
-def test_files_with_holes_are_too_much_before_one_is_read_and_time_is_bounded(tmp_path, monkeypatch):
+def test_files_with_holes_are_too_much_before_one_is_read_and_time_is_bounded(
+    tmp_path, monkeypatch
+):
     start, workspace = trees(tmp_path, {}, {str(number): b"" for number in range(9)})
     for number in range(9):
         os.truncate(workspace / str(number), 512 << 20)

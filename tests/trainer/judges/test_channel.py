@@ -13,7 +13,11 @@ from rolltap.trainer.judges.channel import Channel
 
 
 def inotify_instances():
-    return [link for link in Path("/proc/self/fd").iterdir() if os.path.islink(link) and "inotify" in os.readlink(link)]
+    return [
+        link
+        for link in Path("/proc/self/fd").iterdir()
+        if os.path.islink(link) and "inotify" in os.readlink(link)
+    ]
 
 
 def channel_in(folder):
@@ -24,13 +28,18 @@ def channel_in(folder):
 async def test_each_of_many_channels_counts_its_own_writers(tmp_path):
     before = len(inotify_instances())
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(channel_in(tmp_path / str(number))) for number in range(20)]
+        channels = [
+            await stack.enter_async_context(channel_in(tmp_path / str(number)))
+            for number in range(20)
+        ]
         for number, writers in ((7, 1), (9, 2)):
             for _ in range(writers):
                 channels[number].path.write_text("0.5")
         for channel in channels:
             channel.read()
-        assert {number: channel.opened for number, channel in enumerate(channels) if channel.opened} == {7: 1, 9: 2}
+        assert {
+            number: channel.opened for number, channel in enumerate(channels) if channel.opened
+        } == {7: 1, 9: 2}
         assert (bytes(channels[7].content), bytes(channels[9].content)) == (b"0.5", b"0.50.5")
     assert len(inotify_instances()) == before
 
@@ -46,7 +55,9 @@ async def test_who_opens_a_pipe_without_end_spoils_no_other_channel(tmp_path):
         assert flooded.opened > 1
 
 
-async def test_a_channel_without_an_inotify_instance_waits_for_the_end_of_another_one(tmp_path, monkeypatch):
+async def test_a_channel_without_an_inotify_instance_waits_for_the_end_of_another_one(
+    tmp_path, monkeypatch
+):
     class Libc:
         inotify_add_watch = module._libc.inotify_add_watch
 
@@ -74,7 +85,9 @@ async def test_a_channel_without_an_inotify_instance_waits_for_the_end_of_anothe
 
 
 async def test_a_user_without_inotify_instances_is_told_the_setting(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_libc", type("Libc", (), {"inotify_init1": staticmethod(lambda _: -1)}))
+    monkeypatch.setattr(
+        module, "_libc", type("Libc", (), {"inotify_init1": staticmethod(lambda _: -1)})
+    )
     module.ctypes.set_errno(errno.EMFILE)
     with pytest.raises(OSError, match="max_user_instances"):
         async with channel_in(tmp_path / "a"):

@@ -19,7 +19,13 @@ def job_of(left, spec, **given):
     task = Task.model_validate({"id": "t", "instruction": "Mend it.", "judge": spec})
     result = AgentResult(left.workspace, left.home)
     return JudgeJob(
-        task=task, start=left.start, runtime=left.runtime, result=result, name="t-0", logs=left.logs, **given
+        task=task,
+        start=left.start,
+        runtime=left.runtime,
+        result=result,
+        name="t-0",
+        logs=left.logs,
+        **given,
     )
 
 
@@ -41,11 +47,14 @@ def made(monkeypatch):
     ("spec", "checkouts"),
     [
         (shell("test $(cat ?.txt) = newnew"), 1),
-        # a command that names pytest is judged by its report if there is one on the start: by a second checkout
+        # a command that names pytest is judged by its report if there is one on the start: by a
+        # second checkout
         ({"kind": "command", "command": ["pytest", "-q", "test_a.py"]}, 2),
     ],
 )
-async def test_it_is_prepared_before_the_agent_has_ended_and_is_the_one_that_judges(tmp_path, made, spec, checkouts):
+async def test_it_is_prepared_before_the_agent_has_ended_and_is_the_one_that_judges(
+    tmp_path, made, spec, checkouts
+):
     tests = "def test_a():\n    assert open('a.txt').read() == 'new'\n"
     left = Left(tmp_path, {"a.txt": "old", "c.txt": "old", "test_a.py": tests}, SandboxRuntime())
     ahead = prepare_ahead(job := job_of(left, spec))
@@ -58,25 +67,36 @@ async def test_it_is_prepared_before_the_agent_has_ended_and_is_the_one_that_jud
 
 async def test_a_judge_in_a_box_with_hosts_needs_a_recorder(tmp_path):
     left = Left(tmp_path, {}, SandboxRuntime())
-    with pytest.raises(InputError, match=r"its judge may reach pypi\.org .* only the recorder of a rollout"):
+    with pytest.raises(
+        InputError, match=r"its judge may reach pypi\.org .* only the recorder of a rollout"
+    ):
         await left.judge(shell("true", allow=["pypi.org"]))
     assert (await left.judge(shell("true", allow=[]))).reward == 1.0
 
 
 async def test_what_the_agent_did_to_the_judges_own_files_is_refused_there_too(tmp_path):
-    left = Left(tmp_path, {"check.sh": "exit 1"}, SandboxRuntime(), did={"check.sh": "exit 0", "a.txt": "x"})
+    left = Left(
+        tmp_path, {"check.sh": "exit 1"}, SandboxRuntime(), did={"check.sh": "exit 0", "a.txt": "x"}
+    )
     judged = await left.judge({"kind": "command", "command": ["sh", "check.sh"]})
     assert (judged.reward, judged.evidence["refused"]) == (0.0, ["check.sh: protected"])
 
 
 async def test_a_judge_can_write_nothing_of_its_own_there(tmp_path):
-    left = Left(tmp_path, {"check.sh": "echo exit 0 > check.sh || exit 1"}, SandboxRuntime(), did={"a.txt": "x"})
+    left = Left(
+        tmp_path,
+        {"check.sh": "echo exit 0 > check.sh || exit 1"},
+        SandboxRuntime(),
+        did={"a.txt": "x"},
+    )
     assert (await left.judge({"kind": "command", "command": ["sh", "check.sh"]})).reward == 0.0
 
 
 async def test_why_one_cannot_be_prepared_is_said_by_the_judge(tmp_path):
     left = Left(tmp_path, {"a.txt": "old"}, SandboxRuntime(), did={"a.txt": "new"})
-    judged = await left.judge({"kind": "pytest", "test_patch": "--- a/none\n+++ b/none\n@@ -1 +1 @@\n-a\n+b\n"})
+    judged = await left.judge(
+        {"kind": "pytest", "test_patch": "--- a/none\n+++ b/none\n@@ -1 +1 @@\n-a\n+b\n"}
+    )
     assert "test_patch does not fit its start" in judged.unjudged
     assert not [*left.workspace.parent.glob("judge-*")]
 

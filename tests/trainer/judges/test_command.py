@@ -25,10 +25,25 @@ from tests.trainer.judges.sessions import Left, shell
         ("echo 0.5 > $ROLLTAP_REWARD_FILE; echo 1; exit 1", "number", 0.5, None),
         ('echo \'{"reward": 0.5, "parts": {"a": 10}}\' > $ROLLTAP_REWARD_FILE', "json", 0.5, None),
         ("echo 0.5 > $ROLLTAP_REWARD_FILE; exit 3", "number", None, "ended with status 3"),
-        ("echo score: 0.3 > $ROLLTAP_REWARD_FILE", "number", None, "'score: 0.3' is not one number"),
-        ("echo 1.5 > $ROLLTAP_REWARD_FILE", "number", None, "is not in the judge's range [0.0, 1.0]: set its 'range'"),
+        (
+            "echo score: 0.3 > $ROLLTAP_REWARD_FILE",
+            "number",
+            None,
+            "'score: 0.3' is not one number",
+        ),
+        (
+            "echo 1.5 > $ROLLTAP_REWARD_FILE",
+            "number",
+            None,
+            "is not in the judge's range [0.0, 1.0]: set its 'range'",
+        ),
         ("echo 1e300 > $ROLLTAP_REWARD_FILE", "number", None, "is no reward: "),
-        ("yes | head -c 70000 > $ROLLTAP_REWARD_FILE", "number", None, "its verdict has more than 64 KiB"),
+        (
+            "yes | head -c 70000 > $ROLLTAP_REWARD_FILE",
+            "number",
+            None,
+            "its verdict has more than 64 KiB",
+        ),
     ],
 )
 async def test_the_reward_is_the_exit_status_or_a_value_in_the_file_and_all_else_is_unjudged(
@@ -50,46 +65,71 @@ SCRIPT = """import os, subprocess
 subprocess.run(["sh", "child.sh"])
 os.write(int(os.environ["ROLLTAP_REWARD_FD"]), b"0.25")
 """
-TO_ALL = "for i in 3 4 5 6 7 8 9; do printf 1. >&$i; done; for f in /proc/$PPID/fd/*; do printf 1. > $f; done; true"
+TO_ALL = (
+    "for i in 3 4 5 6 7 8 9; do printf 1. >&$i; done; for f in /proc/$PPID/fd/*; do printf 1. > $f;"
+    " done; true"
+)
 
 
 @sandboxed
 @pytest.mark.parametrize("how", [["check.py"], ["-B", "check.py"], ["-m", "check"]])
 async def test_a_python_script_keeps_the_descriptor_to_itself(tmp_path, how):
-    left = Left(tmp_path, {"check.py": SCRIPT, "child.sh": "true"}, SandboxRuntime(), did={"child.sh": TO_ALL})
+    left = Left(
+        tmp_path,
+        {"check.py": SCRIPT, "child.sh": "true"},
+        SandboxRuntime(),
+        did={"child.sh": TO_ALL},
+    )
     judged = await left.judge({"kind": "command", "command": ["python3", *how], "result": "number"})
     assert (judged.reward, "Permission denied" in left.log) == (0.25, True), left.log
 
 
 @pytest.mark.parametrize("program", [f"{TO_ALL}; exec true", "printf 1. > $ROLLTAP_REWARD_FILE"])
-async def test_children_of_another_program_have_no_descriptor_and_two_rewards_are_none(tmp_path, program):
+async def test_children_of_another_program_have_no_descriptor_and_two_rewards_are_none(
+    tmp_path, program
+):
     left = Left(tmp_path, {"child.sh": "true"}, did={"child.sh": program})
     script = f"echo >> {tmp_path}/runs; sh child.sh; echo 0 > $ROLLTAP_REWARD_FILE"
     judged = await left.judge(shell(script, result="number", paths=["child.sh"]))
     assert judged.reward == 0.0
-    assert ("broke_judge" in judged.evidence) == ("forged_report" in judged.evidence) == ("FILE" in program)
-    assert (tmp_path / "runs").read_text() == "\n" * (1 + ("FILE" in program))  # the start's, and one of the changes
+    assert (
+        ("broke_judge" in judged.evidence)
+        == ("forged_report" in judged.evidence)
+        == ("FILE" in program)
+    )
+    assert (tmp_path / "runs").read_text() == "\n" * (
+        1 + ("FILE" in program)
+    )  # the start's, and one of the changes
 
 
 @pytest.mark.parametrize("program", ["no-such-evaluator", "/dev/null"])
 async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, program):
-    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge({"kind": "command", "command": [program]})
+    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge(
+        {"kind": "command", "command": [program]}
+    )
     assert f"the judge {program!r} could not be started" in judged.unjudged
 
 
 @pytest.mark.parametrize(
-    ("code", "reward"), [("import nosuch", None), ("import calc; calc.add", 0.0), ("import answer", 0.0)]
+    ("code", "reward"),
+    [("import nosuch", None), ("import calc; calc.add", 0.0), ("import answer", 0.0)],
 )
-async def test_a_judge_without_a_module_has_no_verdict_unless_the_agent_was_asked_for_it(tmp_path, code, reward):
+async def test_a_judge_without_a_module_has_no_verdict_unless_the_agent_was_asked_for_it(
+    tmp_path, code, reward
+):
     left = Left(tmp_path, {"calc.py": "add = 1"}, did={"calc.py": "ad = 1"})
     spec = {"kind": "command", "command": [sys.executable, "-c", code]}
     assert (await left.judge(spec, "Write the module answer.")).reward == reward
 
 
 async def test_a_time_limit_is_unjudged_when_the_start_takes_as_long(tmp_path):
-    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge(shell("exec sleep 600", timeout=0.2))
-    assert judged.unjudged == (
-        "the judge took more than 0.2 s; its output is in t-0.judge.log; on the untouched start: "
+    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge(
+        shell("exec sleep 600", timeout=0.2)
+    )
+    assert (
+        judged.unjudged
+        == "the judge took more than 0.2 s; its output is in t-0.judge.log; on the untouched"
+        " start: "
         "the judge took more than 0.2 s; its output is in t-0.start.judge.log"
     )
 
@@ -105,7 +145,9 @@ async def test_the_environment_is_clean_and_has_the_judges_variables(tmp_path, m
 async def test_only_what_paths_name_is_applied(tmp_path):
     left = Left(tmp_path, {"src/a": "old", "b": "old", "src/c": "old"})
     left.do({"src/a": "new", "b": "new", "src/c": "new", "src/d": "new"})
-    judged = await left.judge(shell("cat src/a b src/c src/d; exit 0", paths=["src/**"], files=["**/c"]))
+    judged = await left.judge(
+        shell("cat src/a b src/c src/d; exit 0", paths=["src/**"], files=["**/c"])
+    )
     assert left.log == "newoldnewnew"
     assert judged.evidence["refused"] == ["b: protected"]
     left.do({"new": "new"})
@@ -119,7 +161,10 @@ async def test_nothing_of_the_judging_is_left(tmp_path):
     deep = "import os\nfor i in range(1500):\n    os.mkdir('d' * 9)\n    os.chdir('d' * 9)\n"
     left = Left(tmp_path, {}, did={"deep.py": deep})
     await left.judge(shell("python3 deep.py; mkdir closed; chmod 0 closed"))
-    assert sorted(path.name for path in Path(left.workspace.parent).iterdir()) == ["home", "workspace"]
+    assert sorted(path.name for path in Path(left.workspace.parent).iterdir()) == [
+        "home",
+        "workspace",
+    ]
 
 
 @pytest.fixture
@@ -161,7 +206,9 @@ def test_an_evaluator_that_cannot_run_is_refused(command, why):
     assert f"the evaluator {command!r} {why}" in str(refused.value)
 
 
-@pytest.mark.parametrize("command", ["! false", "if true; then exit 1; fi", "test -e x", "./made --x", "A=1 sh -c :"])
+@pytest.mark.parametrize(
+    "command", ["! false", "if true; then exit 1; fi", "test -e x", "./made --x", "A=1 sh -c :"]
+)
 def test_what_a_shell_knows_or_the_session_makes_is_not_looked_for(command):
     require_evaluator(command)
 

@@ -35,7 +35,9 @@ async def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
         await Left(tmp_path, START).judge(SPEC)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("swebench") is None, reason="swebench is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("swebench") is None, reason="swebench is not installed"
+)
 class TestWithThePackage:
     @pytest.mark.parametrize(
         ("code", "reward", "parts"),

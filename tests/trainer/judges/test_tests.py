@@ -44,13 +44,20 @@ def test_with_teardown(breaks): pass
 
 
 async def test_every_name_that_pytest_gives_is_found_in_its_report(tmp_path):
-    left = Left(tmp_path, {"pkg/tests/test_names.py": TESTS, "test_top.py": "def test_top(): pass\n"})
+    left = Left(
+        tmp_path, {"pkg/tests/test_names.py": TESTS, "test_top.py": "def test_top(): pass\n"}
+    )
     names = "import pytest\nclass P:\n    def pytest_collection_modifyitems(self, items):\n"
     names += "        self.names = [item.nodeid for item in items]\np = P()\n"
     names += "pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider'], plugins=[p])\n"
-    names += "import json, os; reward = json.dumps({'reward': 0.0, 'reason': json.dumps(p.names)}).encode()\n"
+    names += (
+        "import json, os; reward = json.dumps({'reward': 0.0, 'reason':"
+        " json.dumps(p.names)}).encode()\n"
+    )
     names += "open(os.environ['ROLLTAP_REWARD_FILE'], 'wb').write(reward)"
-    listed = await left.judge({"kind": "command", "command": [sys.executable, "-c", names], "result": "json"})
+    listed = await left.judge(
+        {"kind": "command", "command": [sys.executable, "-c", names], "result": "json"}
+    )
     found = json.loads(listed.evidence["reason"])
     assert len(found) == 18
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
@@ -68,7 +75,10 @@ async def test_every_name_that_pytest_gives_is_found_in_its_report(tmp_path):
 
 def test_a_name_is_that_of_the_report():
     assert junit_name("tests/test_a.py::test_b") == ("tests.test_a", "test_b")
-    assert junit_name("test_a.py::TestA::TestB::test_c[x::y/z.py]") == ("test_a.TestA.TestB", "test_c[x::y/z.py]")
+    assert junit_name("test_a.py::TestA::TestB::test_c[x::y/z.py]") == (
+        "test_a.TestA.TestB",
+        "test_c[x::y/z.py]",
+    )
     assert junit_name("a/b.py::t[\x01]") == ("a.b", "t[#x01]")
 
 
@@ -81,7 +91,9 @@ def case(name, inside=""):
 
 
 def test_the_worse_outcome_of_a_test_that_is_there_twice_counts():
-    found = read_report(report(case("a"), case("a", "<failure/>"), case("a"), case("b", "<skipped/><error/>")))
+    found = read_report(
+        report(case("a"), case("a", "<failure/>"), case("a"), case("b", "<skipped/><error/>"))
+    )
     assert found == {Name("t", "a"): "failed", Name("t", "b"): "error"}
 
 
@@ -121,12 +133,19 @@ def test_a_name_that_was_cut_off_is_found_when_all_that_begin_so_agree():
     ],
 )
 def test_both_lists_must_pass(outcomes, reward, parts):
-    found = {Name("t", name): outcome for name, outcome in zip("ab", outcomes, strict=True) if outcome}
+    found = {
+        Name("t", name): outcome for name, outcome in zip("ab", outcomes, strict=True) if outcome
+    }
     verdict = compare(found, ["t.py::a"], ["t.py::b"])
     assert (verdict.reward, tuple(verdict.parts.values())) == (reward, parts)
 
 
 def test_without_lists_all_tests_of_a_report_must_pass():
-    for outcomes, reward in ("passed skipped", 1.0), ("skipped", 0.0), ("passed failed", 0.0), ("", 0.0):
+    for outcomes, reward in (
+        ("passed skipped", 1.0),
+        ("skipped", 0.0),
+        ("passed failed", 0.0),
+        ("", 0.0),
+    ):
         found = {Name("t", str(number)): outcome for number, outcome in enumerate(outcomes.split())}
         assert compare(found, [], []).reward == reward

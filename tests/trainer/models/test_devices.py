@@ -1,4 +1,5 @@
-"""A training on a machine with a GPU: it does not fall to the CPU, and its memory grows in place."""
+"""A training on a machine with a GPU: it does not fall to the CPU, and its memory grows in
+place."""
 
 import os
 import subprocess
@@ -27,7 +28,8 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """A machine with a GPU and a driver of CUDA 12, where torch is for CUDA 13. Returns its /dev."""
+    """A machine with a GPU and a driver of CUDA 12, where torch is for CUDA 13. Returns its
+    /dev."""
     (tmp_path / "version").write_text(OLD)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()

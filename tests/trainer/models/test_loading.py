@@ -1,4 +1,5 @@
-"""A model folder as the model that is trained, its stored weights, and the kernels that it can use."""
+"""A model folder as the model that is trained, its stored weights, and the kernels that it can
+use."""
 
 import json
 import shutil
@@ -20,7 +21,9 @@ from rolltap.trainer.models.loading import (
 )
 from tests.trainer.models.conftest import EVERY
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -58,7 +61,9 @@ def test_the_model_without_weights_is_the_model_with_them(checkpoint, tmp_path, 
 
 
 def shapes(model):
-    return {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
+    return {
+        name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -87,7 +92,9 @@ def test_the_text_parts_own_word_counts_more_than_the_top_level(copied, name):
     assert not load_policy(folder, "float32").config.tie_word_embeddings
 
 
-@pytest.mark.parametrize(("name", "lost"), [("qwen3", "lm_head.weight"), ("qwen3-tied", "model.norm.weight")])
+@pytest.mark.parametrize(
+    ("name", "lost"), [("qwen3", "lm_head.weight"), ("qwen3-tied", "model.norm.weight")]
+)
 def test_weights_that_the_checkpoint_lacks_are_an_error_and_not_random_numbers(copied, name, lost):
     file = copied(name) / "model.safetensors"
     weights = load_file(file)
@@ -102,7 +109,10 @@ def cut_weights(folder):
 
 
 def lost_file(folder):
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    index = {
+        "metadata": {},
+        "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").rename(folder / "other.safetensors")
 
@@ -116,7 +126,10 @@ def configured(**values):
     [
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
         (configured(model_type="from_next_year"), "from_next_year"),
-        (configured(model_type="mine", auto_map={"AutoConfig": "mine.Config"}), "trust_remote_code"),
+        (
+            configured(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
+            "trust_remote_code",
+        ),
         (configured(intermediate_size=96), "cannot be loaded"),
         (configured(model_type="clip"), "cannot be loaded"),
         (cut_weights, "weights in .* cannot be read"),
@@ -146,13 +159,21 @@ def test_other_arguments_reach_the_model(checkpoint):
     init = {"attn_implementation": "eager", "trust_remote_code": True}
     assert load_policy(folder, "float32", **init).config._attn_implementation == "eager"
     assert meta_policy(folder, "float32", **init).config._attn_implementation == "eager"
-    assert load_policy(checkpoint("qwen3"), "float32", attention_dropout=0.5).config.attention_dropout == 0.5
+    assert (
+        load_policy(checkpoint("qwen3"), "float32", attention_dropout=0.5).config.attention_dropout
+        == 0.5
+    )
 
 
 def test_the_tokenizer_of_a_vision_language_model_needs_no_image_library(checkpoint, monkeypatch):
     for module in ("torchvision", "PIL"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert load_tokenizer(checkpoint("qwen3.5")).decode(load_tokenizer(checkpoint("gemma3"))("ls").input_ids) == "ls"
+    assert (
+        load_tokenizer(checkpoint("qwen3.5")).decode(
+            load_tokenizer(checkpoint("gemma3"))("ls").input_ids
+        )
+        == "ls"
+    )
 
 
 def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(copied):
@@ -167,7 +188,10 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(copied):
 def test_a_text_only_model_has_no_frozen_modules(checkpoint, name):
     model = load_policy(checkpoint(name), "float32")
     assert frozen_modules(model) == []
-    assert all(parameter.requires_grad and "visual" not in name for name, parameter in model.named_parameters())
+    assert all(
+        parameter.requires_grad and "visual" not in name
+        for name, parameter in model.named_parameters()
+    )
 
 
 def test_a_tower_that_must_be_loaded_is_frozen_and_gets_no_adapter(checkpoint):
@@ -178,7 +202,9 @@ def test_a_tower_that_must_be_loaded_is_frozen_and_gets_no_adapter(checkpoint):
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad != name.startswith(tuple(tops))
 
-    everywhere = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", exclude_modules=frozen))
+    everywhere = get_peft_model(
+        model, LoraConfig(r=2, target_modules="all-linear", exclude_modules=frozen)
+    )
     adapted = {name for name, parameter in everywhere.named_parameters() if parameter.requires_grad}
     assert adapted
     assert all(".language_model." in name for name in adapted)

@@ -7,7 +7,9 @@ from peft import LoraConfig, get_peft_model
 from rolltap.trainer.models.merging import merge_again
 from tests.trainer.training.step.small_models import VOCABULARY, small_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
@@ -20,12 +22,23 @@ def adapted(family, **config):
 def trained(model):
     """Return the gradients of a pass, and the bytes of large tensors that were kept for it."""
     kept = []
-    keep = lambda tensor: kept.append(tensor.nbytes * (tensor.ndim == 3 and len(tensor) == 4)) or tensor  # noqa: E731
+
+    def keep(tensor):
+        if tensor.ndim == 3 and len(tensor) == 4:
+            kept.append(tensor.nbytes)
+        return tensor
+
     model.zero_grad()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(input_ids=torch.arange(60)[None] % VOCABULARY).logits.log_softmax(-1)[..., 7].sum()
+        loss = (
+            model(input_ids=torch.arange(60)[None] % VOCABULARY)
+            .logits.log_softmax(-1)[..., 7]
+            .sum()
+        )
     loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, sum(kept)
+    return {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }, sum(kept)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])

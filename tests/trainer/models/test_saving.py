@@ -18,7 +18,9 @@ from rolltap.trainer.models.loading import frozen_modules, load_policy
 from rolltap.trainer.models.saving import save_adapter, save_weights, save_whole
 from tests.trainer.models.conftest import EVERY
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 LOADABLE = [(name, save) for name in EVERY for save in (save_weights, save_whole)]
 LOADABLE.remove(("gemma3", save_weights))  # without its tower, which an engine has
@@ -39,7 +41,9 @@ def perturbed(model, seed: int = 1):
 def with_adapter(model, **config):
     torch.manual_seed(2)
     defaults = {"target_modules": "all-linear", "exclude_modules": frozen_modules(model) or None}
-    adapted = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **{**defaults, **config}))
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, init_lora_weights=False, **{**defaults, **config})
+    )
     return adapted.eval()
 
 
@@ -50,7 +54,11 @@ def beside(key):
 
 def stored(folder):
     """Return the weights in a folder, by name."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @torch.no_grad()
@@ -70,7 +78,9 @@ def assert_the_same(found, expected):
 
 
 @pytest.mark.parametrize(("name", "save"), LOADABLE)
-def test_trained_weights_are_saved_as_a_checkpoint_of_the_same_model(checkpoint, tmp_path, name, save):
+def test_trained_weights_are_saved_as_a_checkpoint_of_the_same_model(
+    checkpoint, tmp_path, name, save
+):
     base = checkpoint(name)
     model = perturbed(load_policy(base, "float32").eval())
     save(model, tmp_path / "new", base)
@@ -81,7 +91,9 @@ def test_trained_weights_are_saved_as_a_checkpoint_of_the_same_model(checkpoint,
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_published_weights_are_the_text_part_under_the_names_of_the_base(checkpoint, tmp_path, name):
+def test_published_weights_are_the_text_part_under_the_names_of_the_base(
+    checkpoint, tmp_path, name
+):
     base = checkpoint(name)
     model = perturbed(load_policy(base, "float32"))
     save_weights(model, tmp_path, base)
@@ -90,7 +102,9 @@ def test_published_weights_are_the_text_part_under_the_names_of_the_base(checkpo
     assert not [key for key in after if torch.equal(after[key], before[key])]
     if (base / "model.safetensors.index.json").is_file():
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-        assert index == {key: file.name for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
+        assert index == {
+            key: file.name for file in tmp_path.glob("*.safetensors") for key in load_file(file)
+        }
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -98,17 +112,29 @@ def test_the_finished_model_has_all_that_its_base_has(checkpoint, tmp_path, name
     base = checkpoint(name)
     model = perturbed(load_policy(base, "float32").eval())
     save_whole(model, tmp_path, base)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in base.iterdir())
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((base / "config.json").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        path.name for path in base.iterdir()
+    )
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
+        (base / "config.json").read_text()
+    )
     before, after = stored(base), stored(tmp_path)
-    assert {key: tensor.shape for key, tensor in after.items()} == {k: tensor.shape for k, tensor in before.items()}
+    assert {key: tensor.shape for key, tensor in after.items()} == {
+        k: tensor.shape for k, tensor in before.items()
+    }
     for key in before:
         assert torch.equal(after[key], before[key]) == beside(key), key
     assert_the_same(whole_logits(name, tmp_path), logits(model))
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path).get_vocab()
+        == AutoTokenizer.from_pretrained(base).get_vocab()
+    )
 
 
-EXPERTS = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+EXPERTS = {
+    "target_modules": [],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 WHOLE_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 
 
@@ -120,12 +146,17 @@ WHOLE_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         ("qwen3.5", save_weights, WHOLE_HEAD),
     ],
 )
-def test_an_adapter_is_merged_into_what_is_saved_and_stays_in_the_model(checkpoint, tmp_path, name, save, config):
+def test_an_adapter_is_merged_into_what_is_saved_and_stays_in_the_model(
+    checkpoint, tmp_path, name, save, config
+):
     base = checkpoint(name)
     model = with_adapter(load_policy(base, "float32"), **config)
     if config == WHOLE_HEAD:
         perturbed(model)
-    expected, before = logits(model), {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    expected, before = (
+        logits(model),
+        {key: tensor.clone() for key, tensor in model.state_dict().items()},
+    )
     with model.disable_adapter():
         assert (logits(model) - expected).abs().max() > 0.01
     save(model, tmp_path / "new", base)
@@ -171,15 +202,22 @@ def test_the_type_of_the_weights_is_the_models_and_in_its_config(checkpoint, tmp
     model = with_adapter(perturbed(load_policy(base, "bfloat16")))
     save(model, tmp_path, base)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (json.loads((base / "config.json").read_text())["dtype"], config["dtype"]) == ("float32", "bfloat16")
-    assert {tensor.dtype for key, tensor in stored(tmp_path).items() if "language_model" in key} == {torch.bfloat16}
+    assert (json.loads((base / "config.json").read_text())["dtype"], config["dtype"]) == (
+        "float32",
+        "bfloat16",
+    )
+    assert {
+        tensor.dtype for key, tensor in stored(tmp_path).items() if "language_model" in key
+    } == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
 def test_a_model_of_another_checkpoint_is_not_saved(checkpoint, tmp_path):
     model = load_policy(checkpoint("qwen3"), "float32")
     for other in ("qwen3-tied", "qwen3.5"):
-        with pytest.raises(InputError, match="train from the folder that the model was loaded from"):
+        with pytest.raises(
+            InputError, match="train from the folder that the model was loaded from"
+        ):
             save_weights(model, tmp_path, checkpoint(other))
     with pytest.raises(InputError, match="cannot be read"):
         save_weights(model, tmp_path, tmp_path)
@@ -202,7 +240,9 @@ def adapter_names(folder):
         return {key.rpartition(".lora_")[0] for key in weights.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen3-moe", "qwen3.5", "qwen3.5-sharded", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3-tied", "qwen3-moe", "qwen3.5", "qwen3.5-sharded", "gemma3"]
+)
 def test_an_adapter_has_the_names_of_the_bases_layers(checkpoint, tmp_path, name):
     base = checkpoint(name)
     model = with_adapter(load_policy(base, "float32"), **EXCEPT_EXPERTS.get(name, {}))

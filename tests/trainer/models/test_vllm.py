@@ -47,7 +47,9 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def with_adapter(model):
     torch.manual_seed(2)
-    model = get_peft_model(copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model = get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
     return model.eval()
 
 
@@ -55,7 +57,9 @@ def test_the_text_part_scores_as_the_engine_does(admin, base):
     assert difference(engines(admin), own(base)) < NOISE
 
 
-def test_an_adapter_does_in_the_engine_what_it_does_in_the_trainer(admin, qwen35_engine, base, tmp_path):
+def test_an_adapter_does_in_the_engine_what_it_does_in_the_trainer(
+    admin, qwen35_engine, base, tmp_path
+):
     model = with_adapter(base)
     save_adapter(model, tmp_path / "named", qwen35_engine.model_dir)
     model.save_pretrained(str(tmp_path / "unnamed"))
@@ -64,7 +68,8 @@ def test_an_adapter_does_in_the_engine_what_it_does_in_the_trainer(admin, qwen35
     try:
         assert difference(own(model), own(base)) > 10 * NOISE
         assert difference(engines(admin, "named"), own(model)) < NOISE
-        # the trap: vLLM 0.32 takes an adapter with the trainer's names, and applies nothing; 0.33 knows the names
+        # the trap: vLLM 0.32 takes an adapter with the trainer's names, and applies nothing; 0.33
+        # knows the names
         unnamed = engines(admin, "unnamed")
         assert difference(unnamed, engines(admin)) == 0 or difference(unnamed, own(model)) < NOISE
     finally:
@@ -73,7 +78,9 @@ def test_an_adapter_does_in_the_engine_what_it_does_in_the_trainer(admin, qwen35
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_published_weights_are_what_the_engine_serves(admin, qwen35_engine, base, tmp_path, adapted):
+def test_published_weights_are_what_the_engine_serves(
+    admin, qwen35_engine, base, tmp_path, adapted
+):
     model = with_adapter(base) if adapted else copy.deepcopy(base)
     torch.manual_seed(7)
     with torch.no_grad():

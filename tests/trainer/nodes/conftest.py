@@ -1,4 +1,5 @@
-"""A Ray cluster of nodes on this machine, and an engine that holds its replies until it is released."""
+"""A Ray cluster of nodes on this machine, and an engine that holds its replies until it is
+released."""
 
 import os
 import select
@@ -23,23 +24,37 @@ class Nodes:
     def __init__(self):
         from ray.cluster_utils import Cluster
 
-        health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_timeout_ms": 5000}
-        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20, "_system_config": health}
+        health = {
+            "health_check_initial_delay_ms": 0,
+            "health_check_period_ms": 300,
+            "health_check_timeout_ms": 5000,
+        }
+        head = {
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "object_store_memory": 80 << 20,
+            "_system_config": health,
+        }
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address, self.added = self.cluster.address, []
 
     def add(self, slots=SLOTS):
         """Add a node that runs so many sessions at once."""
-        node = self.cluster.add_node(num_cpus=1, resources={"rolltap": slots}, object_store_memory=80 << 20)
+        node = self.cluster.add_node(
+            num_cpus=1, resources={"rolltap": slots}, object_store_memory=80 << 20
+        )
         self.added.append(node)
         return node
 
     def kill(self, node):
-        """Kill a node with all that runs on it, as a machine that loses its power, and wait for the end of all."""
+        """Kill a node with all that runs on it, as a machine that loses its power, and wait for the
+        end of all."""
         own = [info.process.pid for infos in node.all_processes.values() for info in infos]
         killed = {}
         while new := [pid for pid in processes_of(own) if pid not in killed]:
-            for pid in new:  # stopped first, so that none starts a further one or notes the end of another
+            for pid in (
+                new
+            ):  # stopped first, so that none starts a further one or notes the end of another
                 with suppress(ProcessLookupError):
                     killed[pid] = os.pidfd_open(pid)
                     signal.pidfd_send_signal(killed[pid], signal.SIGSTOP)
@@ -54,7 +69,8 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def temporary():
-    """Let nodes have their folders where the tests see what they leave. Its path is short: sockets lie in it."""
+    """Let nodes have their folders where the tests see what they leave. Its path is short: sockets
+    lie in it."""
     with (
         TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -106,7 +122,12 @@ def processes_below(folder):
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            line = (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
             if str(folder) in line and "/ray/" not in line:
                 found[int(pid)] = line
     return found

@@ -68,7 +68,9 @@ class Sessions:
         name = attempt.session_id
         await enter("running")
         writer, self.groups[name] = self.writer(attempt.group), attempt.group
-        session = make_session(name, group_id=attempt.group.group_id, status="cancelled", reward=None)
+        session = make_session(
+            name, group_id=attempt.group.group_id, status="cancelled", reward=None
+        )
         writer.add_event(started_event(session))
         self.began[name].set()
         try:
@@ -91,7 +93,8 @@ class Sessions:
 
 
 class Handle:
-    """An actor as Ray gives it to its driver. `error` is raised by its answers, for ever or `once`."""
+    """An actor as Ray gives it to its driver. `error` is raised by its answers, for ever or
+    `once`."""
 
     def __init__(self, actor):
         self.actor, self.error, self.once, self.calls = actor, None, None, []
@@ -119,7 +122,9 @@ class LocalCluster:
 
     def __init__(self):
         exceptions = SimpleNamespace(
-            RayError=RayError, ActorUnavailableError=ActorUnavailableError, ObjectLostError=ObjectLostError
+            RayError=RayError,
+            ActorUnavailableError=ActorUnavailableError,
+            ObjectLostError=ObjectLostError,
         )
         self.ray = SimpleNamespace(exceptions=exceptions, kill=self.kill)
         self.address, self.names = "here", ["a"]
@@ -150,7 +155,9 @@ class LocalSetup(Setup):
 
 def local_fleet(run, monkeypatch, names=("a",)):
     """Return a fleet that is not open yet."""
-    monkeypatch.setattr(actor_module, "require_ray", lambda: SimpleNamespace(put=lambda packages: packages))
+    monkeypatch.setattr(
+        actor_module, "require_ray", lambda: SimpleNamespace(put=lambda packages: packages)
+    )
     monkeypatch.setattr(actor_module, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(actor_module, "LocalNode", lambda slots, sessions: sessions)
     monkeypatch.setattr(actor_module, "Engines", lambda urls: SimpleNamespace(silent=list))

@@ -16,7 +16,9 @@ from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.tasks.task import Task
 from tests.trainer.nodes.local import LocalSetup, RayError, Sessions, local_fleet, until
 
-GROUP = Group(Task(id="t", instruction="go", evaluate=["true"]), "g.0", [f"g.0-{index}" for index in range(4)])
+GROUP = Group(
+    Task(id="t", instruction="go", evaluate=["true"]), "g.0", [f"g.0-{index}" for index in range(4)]
+)
 
 
 @pytest.fixture
@@ -55,7 +57,9 @@ def statuses(fleet):
     return {row["session_id"]: row["status"] for row in read_rows(fleet._run, "sessions")}
 
 
-async def test_a_lost_nodes_sessions_run_on_a_node_that_came_later_each_with_one_more_attempt(fleet):
+async def test_a_lost_nodes_sessions_run_on_a_node_that_came_later_each_with_one_more_attempt(
+    fleet,
+):
     async with runner_of(fleet) as runner:
         result = await runner.submit(GROUP)
         first = worker_of(fleet, "a")
@@ -74,7 +78,9 @@ async def test_a_lost_nodes_sessions_run_on_a_node_that_came_later_each_with_one
     assert [session.session_id for session in ended[:4]] == GROUP.session_ids
     assert {session.error for session in ended[:4]} == {"node a is gone"}
     assert sorted(session.session_id for session in ended[4:]) == again
-    assert statuses(fleet) == dict.fromkeys(GROUP.session_ids, "infrastructure") | dict.fromkeys(again, "completed")
+    assert statuses(fleet) == dict.fromkeys(GROUP.session_ids, "infrastructure") | dict.fromkeys(
+        again, "completed"
+    )
 
 
 def statuses_begun(fleet):
@@ -90,9 +96,15 @@ async def test_a_session_whose_nodes_are_lost_is_retried_as_often_as_any_other(f
     async with runner_of(fleet) as runner:
         result = await runner.submit(group)
         for session_id in ["g.0-0", "g.0-0~1", "g.0-0~2"]:
-            await until(lambda session_id=session_id: session_id in statuses_begun(fleet) and len(runner.nodes) == 2)
+            await until(
+                lambda session_id=session_id: (
+                    session_id in statuses_begun(fleet) and len(runner.nodes) == 2
+                )
+            )
             (worker,) = (each for each in LocalSetup.workers if each.began[session_id].is_set())
-            (name,) = (name for name in fleet.members if fleet.members[name].actor.actor._out == worker.out)
+            (name,) = (
+                name for name in fleet.members if fleet.members[name].actor.actor._out == worker.out
+            )
             fleet.members[name].actor.error = RayError("no power")
         ended = await result
     assert [(session.session_id, session.status) for session in ended] == [
@@ -192,14 +204,20 @@ async def test_a_node_that_is_given_up_is_closed_and_its_sessions_run_elsewhere(
         ended = {session.session_id: session.error for session in await result}
         await until(lambda: "a" not in fleet.members)  # its actor was closed
     assert ended["g.0-0"] == "the machine is broken"
-    assert ended["g.0-1"].startswith("gave up after 1 consecutive infrastructure failures; the last, g.0-0")
+    assert ended["g.0-1"].startswith(
+        "gave up after 1 consecutive infrastructure failures; the last, g.0-0"
+    )
     assert ended[again[0]] is ended[again[1]] is None
 
 
 async def test_a_runner_of_somebody_else_keeps_its_sessions_when_the_nodes_leave(fleet):
     nodes_lost = []
     runner = GroupRunner(
-        [], lambda *_: None, retries=2, give_up_after=8, lost=lambda node, _: nodes_lost.append(node.name)
+        [],
+        lambda *_: None,
+        retries=2,
+        give_up_after=8,
+        lost=lambda node, _: nodes_lost.append(node.name),
     )
     async with runner:
         result = await runner.submit(replace(GROUP, session_ids=["g.0-0"]))

@@ -24,7 +24,10 @@ def examined(digest="d", **key):
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        (OWN._replace(rolltap="0.2.0"), "node b has rolltap 0.2.0, and this machine 0.1.0: install the same on both"),
+        (
+            OWN._replace(rolltap="0.2.0"),
+            "node b has rolltap 0.2.0, and this machine 0.1.0: install the same on both",
+        ),
         (OWN._replace(rolltap="none"), "node b has rolltap none, and"),
         (OWN._replace(python="3.12"), "node b has Python 3.12, and this machine 3.11"),
         (OWN._replace(clock=1030.0), "the clock of node b is 30 s off"),
@@ -37,7 +40,9 @@ def test_machines_that_differ_are_named(machine, message):
 
 
 def test_an_answer_that_took_a_while_is_no_difference_of_clocks():
-    require_alike_installations(OWN._replace(clock=1060.0), 1000.0, {"a": OWN._replace(clock=1030.0)})
+    require_alike_installations(
+        OWN._replace(clock=1060.0), 1000.0, {"a": OWN._replace(clock=1030.0)}
+    )
 
 
 def test_the_reader_of_a_machine_needs_nothing_of_rolltap():
@@ -51,7 +56,10 @@ def test_the_reader_of_a_machine_needs_nothing_of_rolltap():
     [
         (
             examined("e"),
-            "node b has not the task 't' as node a has it: lay the tasks into a folder that all have",
+            (
+                "node b has not the task 't' as node a has it: lay the tasks into a folder that all"
+                " have"
+            ),
         ),
         (examined(program="q"), "nodes a and b would run other sessions: they differ in program:"),
         (examined(weights="v", program="q"), "they differ in program, weights"),

@@ -19,7 +19,9 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-async def test_a_node_whose_worker_fails_is_not_used_and_tried_again_after_a_while(run, monkeypatch):
+async def test_a_node_whose_worker_fails_is_not_used_and_tried_again_after_a_while(
+    run, monkeypatch
+):
     errors = [InputError("'codex' is not on the PATH")]
 
     def fail_once(self, tasks, private):
@@ -75,7 +77,9 @@ async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run, 
     fleet = local_fleet(run, monkeypatch)
     await fleet.open()
     fleet._writer.error = ObjectLostError("its owner died")
-    with pytest.raises(NodeLostError, match="a node is gone, with a report that was not written yet"):
+    with pytest.raises(
+        NodeLostError, match="a node is gone, with a report that was not written yet"
+    ):
         await fleet.write("append", [], "a", 1, [])
     fleet._writer.error = None
     await fleet.close()
@@ -87,7 +91,9 @@ def test_tasks_of_an_evaluation_are_taken_beside_those_of_the_training(run, monk
     fleet.tasks = []
     fleet.add_tasks([trained], Examined([trained], {"a": "1"}, {"a": {"task": "1"}}, ["an engine"]))
     keys = {"a": {"task": "2"}, "b": {"task": "3"}}
-    fleet.add_tasks([same, held_out], Examined([same, held_out], {"a": "2", "b": "3"}, keys, ["an engine"]))
+    fleet.add_tasks(
+        [same, held_out], Examined([same, held_out], {"a": "2", "b": "3"}, keys, ["an engine"])
+    )
     assert fleet.tasks == fleet.found.tasks == [trained, same, held_out]
     assert fleet.found.digests == {"a": "1", "b": "3"}
     assert fleet.found.keys == {"a": {"task": "1"}, "b": {"task": "3"}}

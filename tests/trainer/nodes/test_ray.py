@@ -1,4 +1,5 @@
-"""Sessions on nodes whose actors are in this process: their ends, losses and lost answers, in every order."""
+"""Sessions on nodes whose actors are in this process: their ends, losses and lost answers, in every
+order."""
 
 import asyncio
 from dataclasses import replace
@@ -15,9 +16,17 @@ from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.tasks.task import Task
 from tests.factories import make_call, make_session, write_run
-from tests.trainer.nodes.local import ActorUnavailableError, LocalSetup, RayError, local_fleet, until
+from tests.trainer.nodes.local import (
+    ActorUnavailableError,
+    LocalSetup,
+    RayError,
+    local_fleet,
+    until,
+)
 
-GROUP = Group(Task(id="t", instruction="go", evaluate=["true"]), "g.0", [f"g.0-{index}" for index in range(4)])
+GROUP = Group(
+    Task(id="t", instruction="go", evaluate=["true"]), "g.0", [f"g.0-{index}" for index in range(4)]
+)
 
 
 class Driver:
@@ -79,7 +88,9 @@ async def driver(tmp_path, monkeypatch):
     await made.fleet.close()
 
 
-async def test_a_session_enters_each_phase_when_it_has_a_slot_and_its_row_is_there_before_its_end(driver):
+async def test_a_session_enters_each_phase_when_it_has_a_slot_and_its_row_is_there_before_its_end(
+    driver,
+):
     driver.slots["running"].clear()
     task = driver.run("g.0-0")
     await until(lambda: driver.entered)
@@ -164,7 +175,8 @@ async def test_a_session_whose_row_came_before_its_node_was_gone_has_ended(drive
 
 
 class Untold(list):
-    """Ends of sessions that no report tells: their node dies between their row and the report after it."""
+    """Ends of sessions that no report tells: their node dies between their row and the report after
+    it."""
 
     def append(self, ended): ...
 
@@ -176,7 +188,9 @@ async def test_a_node_that_can_run_no_further_session_stops_the_others_and_is_cl
     driver.sessions.failing["g.0-0"] = RecorderError("the recorder has died")
     driver.sessions.may_end["g.0-0"].set()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [(type(end), str(end)) for end in ends] == [(NodeLostError, "node a: the recorder has died")] * 2
+    assert [(type(end), str(end)) for end in ends] == [
+        (NodeLostError, "node a: the recorder has died")
+    ] * 2
     assert driver.rows() == {
         "g.0-0": ("infrastructure", "the recorder has died"),
         "g.0-1": ("cancelled", "the recorder has died"),
@@ -204,7 +218,8 @@ async def test_a_request_whose_answer_is_lost_is_done_once(driver):
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(ends[3], asyncio.CancelledError)
     assert sorted(driver.entered) == sorted(
-        [(name, "running") for name in GROUP.session_ids] + [(name, "judging") for name in GROUP.session_ids[:3]]
+        [(name, "running") for name in GROUP.session_ids]
+        + [(name, "judging") for name in GROUP.session_ids[:3]]
     )
     ids = [row["session_id"] for row in read_rows(driver.run_folder, "sessions")]
     assert sorted(ids) == sorted(GROUP.session_ids)
@@ -217,7 +232,9 @@ async def test_a_driver_that_stops_in_the_middle_of_a_report_has_its_rows_once(d
     task = driver.run("g.0-0")
     await driver.began("g.0-0")
     task.cancel()
-    for _ in range(steps):  # to wherever it is: it asks, it waits for the rows to be written, or it is ahead
+    for _ in range(
+        steps
+    ):  # to wherever it is: it asks, it waits for the rows to be written, or it is ahead
         await asyncio.sleep(0)
     driver.following.cancel()
     await asyncio.wait([driver.following])

@@ -13,7 +13,9 @@ from tests.factories import make_call, make_session, write_run
 
 @pytest.fixture
 def node(tmp_path):
-    return write_run(tmp_path / "node", recorders=[{"name": "a"}], engines={"http://e": {"model": "m"}})
+    return write_run(
+        tmp_path / "node", recorders=[{"name": "a"}], engines={"http://e": {"model": "m"}}
+    )
 
 
 @pytest.fixture
@@ -37,10 +39,15 @@ class Sender:
 
 
 def ids(run, table):
-    return sorted(str(row["call_id"] if table == "calls" else row["session_id"]) for row in read_rows(run, table))
+    return sorted(
+        str(row["call_id"] if table == "calls" else row["session_id"])
+        for row in read_rows(run, table)
+    )
 
 
-async def test_rows_are_sent_once_a_session_after_its_calls_and_compaction_sends_none_again(node, run):
+async def test_rows_are_sent_once_a_session_after_its_calls_and_compaction_sends_none_again(
+    node, run
+):
     sender = Sender(node, Writer(run))
     with RunWriter(node) as recorder:
         for number in range(3):
@@ -134,7 +141,11 @@ async def test_sessions_that_an_earlier_driver_left_are_cancelled(tmp_path):
     writer = Writer(run)
     await writer.end_interrupted("")
     await writer.end_interrupted("evaluation")
-    rows = {row["session_id"]: row["status"] for part in (run, held_out) for row in read_rows(part, "sessions")}
+    rows = {
+        row["session_id"]: row["status"]
+        for part in (run, held_out)
+        for row in read_rows(part, "sessions")
+    }
     assert rows == {"g-0": "cancelled", "g-1": "completed", "h-0": "cancelled"}
     assert await Writer(tmp_path / "new").end_interrupted("") is None
 

@@ -1,4 +1,5 @@
-"""A fleet of Ray nodes on one machine, with real recorders: nodes and drivers die, and the run is whole."""
+"""A fleet of Ray nodes on one machine, with real recorders: nodes and drivers die, and the run is
+whole."""
 
 import json
 import os
@@ -29,7 +30,8 @@ TASKS = [rolltap.Task(id=f"task-{number}", instruction="go", evaluate=GOOD) for 
 
 
 class Gate:
-    """Replies that wait from a number of requests on, until the block ends or the gate is opened."""
+    """Replies that wait from a number of requests on, until the block ends or the gate is
+    opened."""
 
     def __init__(self, engine, first):
         self._asked = 0
@@ -76,7 +78,8 @@ def roll_out(cluster, engine, tokenizer_folder, folder, tasks=TASKS, **settings)
 
 
 def assert_whole(run, groups, sessions=SESSIONS):
-    """Every place of every group has a session with a reward, no row is damaged or twice, and the ledger is exact."""
+    """Every place of every group has a session with a reward, no row is damaged or twice, and the
+    ledger is exact."""
     rows = run.sessions()
     assert len({row.session_id for row in rows}) == len(rows)
     rewarded = Counter(row.group_id for row in rows if row.reward is not None)
@@ -116,7 +119,9 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
         wait_for_begun(tmp_path / "run", all_held)  # the driver knows of all that its nodes run
         cluster.kill(first)
         cluster.add()
-        gate.wait_for(all_held + SLOTS)  # the new node has as many sessions as it may: the others wait for theirs
+        gate.wait_for(
+            all_held + SLOTS
+        )  # the new node has as many sessions as it may: the others wait for theirs
         gate.open()
         run = running.result(timeout=900)
     assert_whole(run, len(tasks))
@@ -133,11 +138,33 @@ def test_nodes_end_with_their_driver_and_the_next_one_completes_the_rollout(
 ):
     cluster.add()
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("".join(f"{task.model_dump_json(exclude_defaults=True)}\n" for task in TASKS[:2]))
+    tasks.write_text(
+        "".join(f"{task.model_dump_json(exclude_defaults=True)}\n" for task in TASKS[:2])
+    )
     gate = Gate(engine, first=3)
-    command = [ROLLTAP, "rollout", tasks, "--harness", program(tmp_path), "--engine", engine.url, "--json"]
-    command += ["--model", tokenizer_folder, "--out", tmp_path / "run", "--ray", cluster.address, "-n", "4"]
-    killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    command = [
+        ROLLTAP,
+        "rollout",
+        tasks,
+        "--harness",
+        program(tmp_path),
+        "--engine",
+        engine.url,
+        "--json",
+    ]
+    command += [
+        "--model",
+        tokenizer_folder,
+        "--out",
+        tmp_path / "run",
+        "--ray",
+        cluster.address,
+        "-n",
+        "4",
+    ]
+    killed = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
     gate.wait_for(8)  # three may have ended
     (node,) = (each for each in status(cluster) if each["node"] != "driver")
     assert (node["slots"], node["error"]) == (SLOTS, "")
@@ -160,12 +187,21 @@ def test_a_service_that_is_killed_completes_its_groups_on_new_nodes(
 ):
     cluster.add()
     with Gate(engine, first=0) as gate:
-        arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--ray", cluster.address
+        arguments = (
+            tmp_path / "run",
+            engine.url,
+            tokenizer_folder,
+            program(tmp_path),
+            "--ray",
+            cluster.address,
+        )
         with serving(*arguments) as service:
             assert service.submit(id="a", sessions=6).status_code == 201
             gate.wait_for(6)
             told = service.client.get("/metrics").text
-            assert re.search(r'rolltap_node_sessions\{node="\S+/\w{8}",phase="running"\} 6.0', told), told
+            assert re.search(
+                r'rolltap_node_sessions\{node="\S+/\w{8}",phase="running"\} 6.0', told
+            ), told
             service.kill()
             service.start()
             gate.open()
@@ -181,7 +217,9 @@ def test_a_service_that_is_killed_completes_its_groups_on_new_nodes(
 def status(cluster):
     """Return what `rolltap fleet status` prints."""
     told = subprocess.run(
-        [ROLLTAP, "fleet", "status", "--ray", cluster.address, "--json"], capture_output=True, text=True
+        [ROLLTAP, "fleet", "status", "--ray", cluster.address, "--json"],
+        capture_output=True,
+        text=True,
     )
     assert told.returncode == 0, told.stderr
     return json.loads(told.stdout)
@@ -201,12 +239,19 @@ def test_a_recorder_that_dies_costs_its_node_and_the_others_run_its_sessions(
         gate.open()
         run = running.result(timeout=900)
     assert_whole(run, groups=2)
-    assert any("died with status" in (row.error or "") or row.status != "completed" for row in run.sessions())
+    assert any(
+        "died with status" in (row.error or "") or row.status != "completed"
+        for row in run.sessions()
+    )
 
 
 def recorders(folder):
     """Return the process ids of the recorders that record below a folder."""
-    return [pid for pid, line in processes_below(folder).items() if re.match(r"\S*python\S* \S*mitmdump ", line)]
+    return [
+        pid
+        for pid, line in processes_below(folder).items()
+        if re.match(r"\S*python\S* \S*mitmdump ", line)
+    ]
 
 
 def test_a_node_without_the_program_is_named_before_a_session_runs(
@@ -215,9 +260,16 @@ def test_a_node_without_the_program_is_named_before_a_session_runs(
     cluster.add()
     harness = tmp_path / "harness.toml"
     harness.write_text('name = "own"\nprogram = "only-on-the-driver"\nheadless = []\n')
-    with pytest.raises(InputError, match=r"node \S+/\w{8}: 'only-on-the-driver' is not on the PATH"):
+    with pytest.raises(
+        InputError, match=r"node \S+/\w{8}: 'only-on-the-driver' is not on the PATH"
+    ):
         rolltap.rollout(
-            TASKS, harness=harness, engine=engine.url, model=tokenizer_folder, out=tmp_path / "run", ray=cluster.address
+            TASKS,
+            harness=harness,
+            engine=engine.url,
+            model=tokenizer_folder,
+            out=tmp_path / "run",
+            ray=cluster.address,
         )
     assert engine.requests == []
 
@@ -240,6 +292,11 @@ def test_a_training_is_refused_when_each_node_would_have_an_engine_of_its_own(
     for _ in range(2):
         cluster.add()
     config = rolltap.types.RolloutConfig.of({"ray": cluster.address})
-    how = {"harness": program(tmp_path), "engine": engine.url, "model": tokenizer_folder, "out": tmp_path / "run"}
+    how = {
+        "harness": program(tmp_path),
+        "engine": engine.url,
+        "model": tokenizer_folder,
+        "out": tmp_path / "run",
+    }
     with pytest.raises(InputError, match="give an address that is the same on all nodes"):
         make_worker(config, publishes=True, **how).fit(TASKS)

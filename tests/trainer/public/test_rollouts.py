@@ -26,7 +26,13 @@ HARNESS = rolltap.Harness(name="x", program=sys.executable, headless=["-c", ANSW
 def arguments(scripted_engine, tokenizer_folder, tmp_path):
     scripted_engine.otherwise = lambda request: Say("0.5")
     out = tmp_path / "run"
-    return {"harness": HARNESS, "engine": scripted_engine.url, "model": tokenizer_folder, "out": out, "sessions": 2}
+    return {
+        "harness": HARNESS,
+        "engine": scripted_engine.url,
+        "model": tokenizer_folder,
+        "out": out,
+        "sessions": 2,
+    }
 
 
 def check(run):
@@ -37,12 +43,18 @@ def check(run):
     assert batch.ledger.trained == batch.ledger.sampled > 0
 
 
-async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook_and_its_batch_is_labelled(arguments):
+async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook_and_its_batch_is_labelled(
+    arguments,
+):
     run = rolltap.rollout([TASK], **arguments)
     check(run)
     session = run.sessions()[0]
     assert session.harness_version == ".".join(map(str, sys.version_info[:3]))
-    assert (session.runtime, session.task_digest, session.preset_digest) == ("process", TASK.digest(), HARNESS.digest())
+    assert (session.runtime, session.task_digest, session.preset_digest) == (
+        "process",
+        TASK.digest(),
+        HARNESS.digest(),
+    )
     assert len(session.program_digest) == 64
 
 
@@ -68,9 +80,13 @@ async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypat
     assert called.count("digest") == 1
 
 
-@pytest.mark.parametrize("given", [{"tools": ["/usr"]}, {"container_engine": "podman"}, {"container_arguments": ["x"]}])
+@pytest.mark.parametrize(
+    "given", [{"tools": ["/usr"]}, {"container_engine": "podman"}, {"container_arguments": ["x"]}]
+)
 def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, given):
-    with pytest.raises(InputError, match=f"{min(given)} has no meaning with a runtime that you made"):
+    with pytest.raises(
+        InputError, match=f"{min(given)} has no meaning with a runtime that you made"
+    ):
         rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **given)
 
 
@@ -88,7 +104,9 @@ async def recorders(monkeypatch):
 
 
 @pytest.mark.parametrize("times", cases([2, 1]))
-async def test_cancelling_it_while_the_recorder_starts_leaves_no_process(arguments, recorders, times):
+async def test_cancelling_it_while_the_recorder_starts_leaves_no_process(
+    arguments, recorders, times
+):
     rolling = asyncio.create_task(rolltap.rollout_async([TASK], **arguments))
     recorder = await recorders.get()
     for _ in range(times):
@@ -103,7 +121,9 @@ async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recor
     os.mkfifo(tmp_path / "started")
     script = f"echo $$ > {tmp_path / 'started'}; exec sleep 600"
     harness = rolltap.Harness(name="x", program="sh", headless=["-c", script])
-    rolling = asyncio.create_task(rolltap.rollout_async([TASK], **{**arguments, "harness": harness, "sessions": 1}))
+    rolling = asyncio.create_task(
+        rolltap.rollout_async([TASK], **{**arguments, "harness": harness, "sessions": 1})
+    )
     recorder = await recorders.get()
     process = int(await asyncio.to_thread((tmp_path / "started").read_text))
     rolling.cancel()
@@ -123,17 +143,23 @@ def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scri
     task = TASK.model_copy(update={"judge": judge})
     (tmp_path / "tasks.jsonl").write_text(task.model_dump_json(exclude_none=True))
     for number, version in enumerate(("0", "1"), start=1):
-        scripted_engine.otherwise = lambda request, version=version: Say("0.5", weight_version=version)
+        scripted_engine.otherwise = lambda request, version=version: Say(
+            "0.5", weight_version=version
+        )
         scripted_engine.weight_version = version
         run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1})
         assert len(run.sessions()) == number
-        (new,) = [session for session in run.sessions() if session.session_id in run.new_session_ids]
+        (new,) = [
+            session for session in run.sessions() if session.session_id in run.new_session_ids
+        ]
         assert new.policy_version == version
         assert run.traces().batch(run.new_session_ids).rewards.keys() == {new.session_id}
     assert (tmp_path / "judged").read_text() == "x\n" * 3  # once on the start, by the first rollout
 
 
-def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun_on_request(arguments, scripted_engine):
+def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun_on_request(
+    arguments, scripted_engine
+):
     first = rolltap.rollout([TASK], **arguments)
     asked = len(scripted_engine.requests)
     again = rolltap.rollout([TASK], **arguments)
@@ -145,35 +171,57 @@ def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun
     assert len({session.group_id for session in further.sessions()}) == 2
 
 
-def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_is_mended(arguments, tmp_path):
+def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_is_mended(
+    arguments, tmp_path
+):
     calls, mended = tmp_path / "calls", tmp_path / "mended"
-    script = f"open({str(calls)!r}, 'a').write('x')\nimport os\nif not os.path.exists({str(mended)!r}): exit(1)\n"
+    script = (
+        f"open({str(calls)!r}, 'a').write('x')\nimport os\nif not os.path.exists({str(mended)!r}):"
+        " exit(1)\n"
+    )
     harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
     how = {**arguments, "harness": harness, "sessions": 4, "concurrency": 1}
-    with pytest.raises(RecorderError, match=r"gave up after 3 consecutive .* failures.* no model call came"):
+    with pytest.raises(
+        RecorderError, match=r"gave up after 3 consecutive .* failures.* no model call came"
+    ):
         rolltap.rollout([TASK], **how, retries=1, give_up_after=3)
     assert calls.read_text() == "xxx"
     mended.touch()
     run = rolltap.rollout([TASK], **how)
-    rewards = [session.reward for session in run.sessions() if session.session_id in run.new_session_ids]
+    rewards = [
+        session.reward for session in run.sessions() if session.session_id in run.new_session_ids
+    ]
     assert sorted(rewards, key=str) == [0.5] * 4 + [None] * 3
     assert len(run.traces().batch(run.new_session_ids).rewards) == 4
 
 
-def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(arguments, tmp_path, monkeypatch):
+def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(
+    arguments, tmp_path, monkeypatch
+):
     monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.0)
     tried = tmp_path / "tried"
-    script = f"import os, sys\nif not os.path.exists({str(tried)!r}): open({str(tried)!r}, 'w'); sys.exit(1)\n"
+    script = (
+        f"import os, sys\nif not os.path.exists({str(tried)!r}): open({str(tried)!r}, 'w');"
+        " sys.exit(1)\n"
+    )
     harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
     run = rolltap.rollout([TASK], **{**arguments, "harness": harness, "sessions": 1})
     first, second = (run.inspect_session(name).session for name in run.new_session_ids)
     assert second.session_id == f"{first.session_id}~1"
-    assert (first.status, first.reward, second.status, second.reward) == ("infrastructure", None, "completed", 0.5)
+    assert (first.status, first.reward, second.status, second.reward) == (
+        "infrastructure",
+        None,
+        "completed",
+        0.5,
+    )
     assert first.group_id == second.group_id
 
 
 def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
-    with rollout_lock(arguments["out"]), pytest.raises(RunError, match="another rollout or training runs sessions in"):
+    with (
+        rollout_lock(arguments["out"]),
+        pytest.raises(RunError, match="another rollout or training runs sessions in"),
+    ):
         rolltap.rollout([TASK], **arguments)
 
 
@@ -181,7 +229,10 @@ def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
     ("changed", "message"),
     [
         ({"harness": "clod"}, "no harness is named 'clod': choose"),
-        ({"harness": rolltap.Harness(name="x", program="no-such", headless=[])}, "'no-such' is not on the PATH"),
+        (
+            {"harness": rolltap.Harness(name="x", program="no-such", headless=[])},
+            "'no-such' is not on the PATH",
+        ),
         ({"sessions": 0}, "'sessions' is 0: Input should be greater"),
         ({"concurrency": 0}, "'concurrency' is 0: Input should be greater"),
         ({"recorders": 0}, "'recorders' is 0: Input should be greater"),
@@ -189,13 +240,25 @@ def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
         ({"retries": -1}, "'retries' is -1"),
         ({"budget": {"calls": 0}}, r"'budget\.calls' is 0"),
         ({"timeout": float("nan")}, "'timeout' is nan"),
-        ({"recorder": {"rolltap_samplin": "{}"}}, "rolltap_samplin is no option .* did you mean rolltap_sampling"),
+        (
+            {"recorder": {"rolltap_samplin": "{}"}},
+            "rolltap_samplin is no option .* did you mean rolltap_sampling",
+        ),
         ({"timeouts": 9}, "unknown key 'timeouts'"),
-        ({"recorder": {"rolltap_max_calls": "3"}}, r"set budget\.calls \(--max-calls\) instead of rolltap_max_calls"),
+        (
+            {"recorder": {"rolltap_max_calls": "3"}},
+            r"set budget\.calls \(--max-calls\) instead of rolltap_max_calls",
+        ),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),
-        ({"tasks": [{"id": "t"}]}, "a task is {'id': 't'}: give rolltap.Task objects, or the path of a task file"),
-        ({"tasks": [TASK.model_copy(update={"workspace": Path("/none")})]}, "task 't': the workspace /none is not a"),
+        (
+            {"tasks": [{"id": "t"}]},
+            "a task is {'id': 't'}: give rolltap.Task objects, or the path of a task file",
+        ),
+        (
+            {"tasks": [TASK.model_copy(update={"workspace": Path("/none")})]},
+            "task 't': the workspace /none is not a",
+        ),
         ({"tasks": [TASK, TASK]}, "2 tasks have the id 't'"),
     ],
 )
@@ -207,7 +270,9 @@ def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, chang
 
 def test_an_engine_that_does_not_answer_is_an_error_before_anything_is_started(arguments):
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models: no engine answers"):
-        rolltap.rollout([TASK], **{**arguments, "engine": f"{arguments['engine']},http://127.0.0.1:9"})
+        rolltap.rollout(
+            [TASK], **{**arguments, "engine": f"{arguments['engine']},http://127.0.0.1:9"}
+        )
     assert not arguments["out"].exists()
 
 
@@ -216,7 +281,9 @@ def test_a_program_of_ones_own_is_recorded_with_a_reward(arguments, tmp_path):
     with rolltap.Recorder(arguments.pop("out"), **arguments) as recorder:
         environment = {"PATH": "/usr/bin", **recorder.environment("mine")}
         subprocess.run([sys.executable, "-c", ANSWER], env=environment, cwd=tmp_path, check=True)
-        recorder.end(rolltap.Session(session_id="mine", group_id="g", status="completed", reward=1.0))
+        recorder.end(
+            rolltap.Session(session_id="mine", group_id="g", status="completed", reward=1.0)
+        )
     batch = rolltap.open_run(tmp_path / "run").traces().batch()
     assert batch.rewards == {"mine": rolltap.GroupReward(group_id="g", reward=1.0)}
     assert len(batch.traces) == 1

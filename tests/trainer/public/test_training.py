@@ -43,7 +43,9 @@ def plan(monkeypatch, tmp_path):
     "module",
     [
         failing(ImportError("No module named 'trl'")),
-        failing(RuntimeError("Failed to import trl.trainer"), ImportError("No module named 'peft'")),
+        failing(
+            RuntimeError("Failed to import trl.trainer"), ImportError("No module named 'peft'")
+        ),
     ],
 )
 def test_a_package_that_is_missing_is_one_to_install(plan, module):

@@ -1,7 +1,9 @@
-"""A judge that now and then kills before it judges: `chaos.py FOLDER`. `FOLDER/acts.json` says what at which call.
+"""A judge that now and then kills before it judges: `chaos.py FOLDER`. `FOLDER/acts.json` says what
+at which call.
 
-`judge` is itself, `agents` all harnesses that run, `recorder`, `rollout`, and `engine` the process group of
-`FOLDER/engine.pid`. Its reward is 1 when answer.txt has the number 7, which is the part `lines`.
+`judge` is itself, `agents` all harnesses that run, `recorder`, `rollout`, and `engine` the process
+group of `FOLDER/engine.pid`. Its reward is 1 when answer.txt has the number 7, which is the part
+`lines`.
 """
 
 import fcntl
@@ -32,7 +34,9 @@ def kill(act: str, folder: Path) -> None:
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             ours = str(folder).encode() in (process / "environ").read_bytes()
-            if ours and any(Path(os.fsdecode(word)).name.encode() == names[act] for word in words[:4]):
+            if ours and any(
+                Path(os.fsdecode(word)).name.encode() == names[act] for word in words[:4]
+            ):
                 os.kill(int(process.name), signal.SIGKILL)
         except OSError:
             continue

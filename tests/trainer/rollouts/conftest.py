@@ -15,5 +15,7 @@ def engine(tokenizer):
 
 @pytest.fixture(scope="module")
 def recorder(engine, tmp_path_factory, tokenizer_folder):
-    with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
+    with Recorder(
+        tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder
+    ) as recorder:
         yield recorder

@@ -38,9 +38,14 @@ async def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float, file: Path)
 
 
 def context_of(
-    recorder: Recorder, work: Path, harness: str | Harness, runtime: Runtime | None = None, **settings
+    recorder: Recorder,
+    work: Path,
+    harness: str | Harness,
+    runtime: Runtime | None = None,
+    **settings,
 ) -> SessionContext:
-    """Return a context of two sessions at a time without retries. `harness` is one, or the script of an `sh`."""
+    """Return a context of two sessions at a time without retries. `harness` is one, or the script
+    of an `sh`."""
     if isinstance(harness, str):
         harness = Harness(name="sh", version="1", program="sh", headless=["-c", harness])
     config = RolloutConfig.of({"concurrency": 2, "timeout": 60, "retries": 0, **settings})

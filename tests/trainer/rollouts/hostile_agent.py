@@ -1,4 +1,5 @@
-"""An agent that has had one reply, and then does what its instruction lists: a JSON list of the names below."""
+"""An agent that has had one reply, and then does what its instruction lists: a JSON list of the
+names below."""
 
 import base64
 import json
@@ -28,8 +29,13 @@ def connect(sent):
 
 def request(body, *, method="POST", url=f"http://{HOST}/v1/chat/completions", length=None, more=""):
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"{method} {url} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nProxy-Authorization: Basic {USER}\r\n{more}"
-    return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+    head = (
+        f"{method} {url} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nProxy-Authorization: Basic"
+        f" {USER}\r\n{more}"
+    )
+    return (
+        f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+    )
 
 
 def ask(body, **how):
@@ -68,7 +74,11 @@ def malformed():
         b"",
     ):
         ask(body)
-    for more in ("Content-Encoding: gzip\r\n", "A: " + "x" * 70_000 + "\r\n", "Transfer-Encoding: chunked\r\n"):
+    for more in (
+        "Content-Encoding: gzip\r\n",
+        "A: " + "x" * 70_000 + "\r\n",
+        "Transfer-Encoding: chunked\r\n",
+    ):
         ask(CHAT, more=more)
     connect(b"\x16\x03\x01 nothing")
     connect(b"\0" * 9000)
@@ -76,8 +86,18 @@ def malformed():
 
 def odd_text():
     text = "\ud800 \0 \uffff <|im_start|> " + "\N{COMBINING ACUTE ACCENT}" * 99
-    tool = {"type": "function", "function": {"name": "t", "parameters": {"a": [1e308, -0.0, 2**70]}}}
-    ask({**CHAT, "messages": [{"role": "user", "content": text}], "tools": [tool], "metadata": {text[2:]: text}})
+    tool = {
+        "type": "function",
+        "function": {"name": "t", "parameters": {"a": [1e308, -0.0, 2**70]}},
+    }
+    ask(
+        {
+            **CHAT,
+            "messages": [{"role": "user", "content": text}],
+            "tools": [tool],
+            "metadata": {text[2:]: text},
+        }
+    )
     ask({**CHAT, "model": text, "user": text, "stop": [text[2:9]], "temperature": 1e308})
 
 
@@ -150,7 +170,9 @@ def odd_status():
 
 
 if __name__ == "__main__":
-    while b" 200 " not in ask(CHAT):  # an agent beside it may have taken the place of its connection
+    while b" 200 " not in ask(
+        CHAT
+    ):  # an agent beside it may have taken the place of its connection
         pass
     for name in json.loads(sys.argv[1]):
         with suppress(FileNotFoundError, FileExistsError):

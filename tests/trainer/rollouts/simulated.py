@@ -1,4 +1,5 @@
-"""The queue in virtual time: sessions whose phases take drawn times, without programs and without waiting."""
+"""The queue in virtual time: sessions whose phases take drawn times, without programs and without
+waiting."""
 
 import heapq
 import itertools
@@ -27,9 +28,12 @@ class Simulated:
 
 
 def simulate(
-    queue: SessionQueue, groups: Sequence[Sequence[str]], times: Callable[[str], tuple[float, float, float]]
+    queue: SessionQueue,
+    groups: Sequence[Sequence[str]],
+    times: Callable[[str], tuple[float, float, float]],
 ) -> Simulated:
-    """Run groups of sessions to their end. `times` returns the seconds to prepare, run and judge a session."""
+    """Run groups of sessions to their end. `times` returns the seconds to prepare, run and judge a
+    session."""
     seen, number, now = Simulated(), itertools.count(), 0.0
     events: list[tuple[float, int, str, str]] = []
     for index, group in enumerate(groups):
@@ -55,8 +59,11 @@ def simulate(
             seen.ended[session_id] = now
 
 
-def long_tailed(seed: int, *, prepare: float = 0.1, judge: float = 0.1) -> Callable[[str], tuple[float, float, float]]:
-    """Return times whose median to run is 1, log-normal with sigma 1; to prepare and to judge take so much each."""
+def long_tailed(
+    seed: int, *, prepare: float = 0.1, judge: float = 0.1
+) -> Callable[[str], tuple[float, float, float]]:
+    """Return times whose median to run is 1, log-normal with sigma 1; to prepare and to judge take
+    so much each."""
 
     def times(session_id: str) -> tuple[float, float, float]:
         return prepare, random.Random(f"{seed}/{session_id}").lognormvariate(0.0, 1.0), judge

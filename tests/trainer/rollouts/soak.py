@@ -1,8 +1,10 @@
-"""A rollout on a bad day: starts and judges fail, the recorder and rolltap are killed, the engine is restarted.
+"""A rollout on a bad day: starts and judges fail, the recorder and rolltap are killed, the engine
+is restarted.
 
-`endure` leads the rollout, which is this module as a program, and kills by the engine's requests: at some of them it
-kills rolltap, its recorder, or replaces the engine. A rollout that was stopped is started again by the same command.
-Which starts and judges fail depends on the task, the session's index and its attempt.
+`endure` leads the rollout, which is this module as a program, and kills by the engine's requests:
+at some of them it kills rolltap, its recorder, or replaces the engine. A rollout that was stopped
+is started again by the same command. Which starts and judges fail depends on the task, the
+session's index and its attempt.
 """
 
 import contextvars
@@ -70,7 +72,9 @@ def roll_out(engine: str, model: str, out: str) -> None:
     runner.PAUSE_SECONDS = 0.0
     rolltap.rollout(
         [
-            rolltap.Task(id=f"t{number}", instruction="go", evaluate=["sh", "-c", "test -s answer.txt"])
+            rolltap.Task(
+                id=f"t{number}", instruction="go", evaluate=["sh", "-c", "test -s answer.txt"]
+            )
             for number in range(TASKS)
         ],
         harness=rolltap.Harness(name="x", program=sys.executable, headless=["-I", "-c", HARNESS]),
@@ -87,11 +91,14 @@ def roll_out(engine: str, model: str, out: str) -> None:
 
 
 def processes(marker: str) -> dict[int, str]:
-    """Return the processes with `marker` on their command line or in their environment: id -> command line."""
+    """Return the processes with `marker` on their command line or in their environment: id ->
+    command line."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
             if (
                 int(folder.name) != os.getpid()
                 and marker.encode() in command.encode() + (folder / "environ").read_bytes()
@@ -108,7 +115,8 @@ def left(marker: str) -> dict[int, str]:
 
 
 class BadLuck:
-    """An engine that acts at its requests, in place of others and of itself. `at` is number of the request -> act."""
+    """An engine that acts at its requests, in place of others and of itself. `at` is number of the
+    request -> act."""
 
     def __init__(self, tokenizer: Any, run: Path, at: Mapping[int, str]) -> None:
         self.rollout: subprocess.Popen[bytes]
@@ -150,9 +158,11 @@ class BadLuck:
 
 
 def endure(tokenizer: Any, folder: Path, at: Mapping[int, str]) -> tuple[list[int], list[str]]:
-    """Roll out until a rollout ends with status 0. Return the status of each start, and the acts that were done.
+    """Roll out until a rollout ends with status 0. Return the status of each start, and the acts
+    that were done.
 
-    The run is `folder / "run"`. All processes have the folder on their command line or in their environment.
+    The run is `folder / "run"`. All processes have the folder on their command line or in their
+    environment.
     """
     run, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()

@@ -1,4 +1,5 @@
-"""32 sessions of a real harness on a real engine, while agents, judges, recorder, rollout and engine are killed."""
+"""32 sessions of a real harness on a real engine, while agents, judges, recorder, rollout and
+engine are killed."""
 
 import json
 import os
@@ -63,16 +64,24 @@ class Served:
 
 @pytest.fixture(scope="module")
 def endured(engine_key, tiny_model, tmp_path_factory):
-    """Roll out until it ends with status 0. Return the folder, the status of each start, and the engine's starts."""
+    """Roll out until it ends with status 0. Return the folder, the status of each start, and the
+    engine's starts."""
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     folder = tmp_path_factory.mktemp("chaos")
     places = random.Random(0).sample(range(2, TASKS * SESSIONS - 2), len(ACTS))
-    (folder / "acts.json").write_text(json.dumps(dict(zip(map(str, sorted(places)), ACTS, strict=True))))
+    (folder / "acts.json").write_text(
+        json.dumps(dict(zip(map(str, sorted(places)), ACTS, strict=True)))
+    )
     command = [sys.executable, str(Path(__file__).with_name("chaos.py")), str(folder)]
     judge = {"kind": "command", "command": command, "result": "json"}
-    task = {"instruction": "Count the lines of words.txt and write the number to answer.txt.", "judge": judge}
-    rows = [{"id": f"t{n}", "workspace": str(QUICKSTART / "workspace"), **task} for n in range(TASKS)]
+    task = {
+        "instruction": "Count the lines of words.txt and write the number to answer.txt.",
+        "judge": judge,
+    }
+    rows = [
+        {"id": f"t{n}", "workspace": str(QUICKSTART / "workspace"), **task} for n in range(TASKS)
+    ]
     (folder / "tasks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "tmp").mkdir()
     served, statuses = Served(tiny_model, folder), []
@@ -84,7 +93,14 @@ def endured(engine_key, tiny_model, tmp_path_factory):
                 served.up.wait()
                 statuses.append(
                     subprocess.run(
-                        [sys.executable, "-m", "rolltap", "rollout", str(folder / "tasks.jsonl"), *arguments],
+                        [
+                            sys.executable,
+                            "-m",
+                            "rolltap",
+                            "rollout",
+                            str(folder / "tasks.jsonl"),
+                            *arguments,
+                        ],
                         env={**os.environ, "TMPDIR": str(folder / "tmp")},
                         stdout=log,
                         stderr=log,
@@ -103,7 +119,9 @@ def test_it_was_a_bad_day_and_every_session_came_to_its_end_once(endured):
     rows = list(read_rows(folder / "run", "sessions"))
     ids = [row["session_id"] for row in rows]
     assert len(set(ids)) == len(ids)
-    ended = Counter(SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in RERUN)
+    ended = Counter(
+        SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in RERUN
+    )
     assert (len(ended), set(ended.values())) == (TASKS * SESSIONS, {1})
 
 
@@ -120,7 +138,9 @@ def test_every_sampled_token_is_accounted_for_and_nothing_is_left_behind(endured
     run = rolltap.open_run(folder / "run")
     ledger = run.ledger()
     assert ledger.sampled == ledger.trained + sum(ledger.left_out.values()) > 0
-    assert ledger.sampled == sum(len(call.completion_ids) for calls in run.calls.values() for call in calls)
+    assert ledger.sampled == sum(
+        len(call.completion_ids) for calls in run.calls.values() for call in calls
+    )
     assert run.verify(progress=False).sound
     assert left(str(folder)) == {}
     assert list((folder / "tmp").glob("rolltap-*")) == []

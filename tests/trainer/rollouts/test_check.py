@@ -44,7 +44,9 @@ def test_a_model_that_cannot_be_recorded_is_refused_before_an_engine_is_started_
         check_with("http://127.0.0.1:9", model=tokenizer_folder)
 
 
-def test_a_path_that_does_not_exist_is_refused_with_the_models_that_the_engines_serve(scripted_engine, check_with):
+def test_a_path_that_does_not_exist_is_refused_with_the_models_that_the_engines_serve(
+    scripted_engine, check_with
+):
     served = f"the engine at {scripted_engine.url} serves {scripted_engine.root}"
     with pytest.raises(InputError, match=rf"there is no folder \./none: .*; {served}$"):
         check_with(f"http://127.0.0.1:9,{scripted_engine.url}", model="./none")
@@ -68,7 +70,9 @@ def test_what_engines_serve_is_said_and_other_weights_than_the_runs_policy_are_a
     assert not caplog.messages
 
 
-def test_engines_of_different_models_or_weights_are_named(scripted_engine, tokenizer, check_with, caplog):
+def test_engines_of_different_models_or_weights_are_named(
+    scripted_engine, tokenizer, check_with, caplog
+):
     for model, version in (("org/other", "default"), (None, None)):
         caplog.clear()
         with ScriptedEngine(tokenizer) as other:
@@ -93,7 +97,11 @@ class Images(Plain):
     copy_out = print
 
 
-PROCESS, SANDBOX, CONTAINER = Plain("process", False), Plain("sandbox", True), Images("container", True)
+PROCESS, SANDBOX, CONTAINER = (
+    Plain("process", False),
+    Plain("sandbox", True),
+    Images("container", True),
+)
 MOUNTS = {"kind": "command", "command": ["x"], "mounts": {"/tests": "tests"}}
 SEVERAL = {"kind": "several", "judges": [{"name": "a", "judge": MOUNTS}]}
 
@@ -109,14 +117,42 @@ def make_task(**fields):
         ({"image": "a/b"}, SANDBOX, r"needs the image a/b, and the runtime sandbox has no images"),
         ({"image": "a/b"}, PROCESS, r"needs the image a/b, and the runtime process has no images"),
         ({}, CONTAINER, r"has no image, and the runtime container needs one: give 'image'"),
-        ({"needs_network": "test.sh, line 3"}, SANDBOX, r"needs a network: test\.sh, line 3\. With .*process$"),
-        ({"image": "a", "needs_network": "x"}, CONTAINER, r"needs a network: x\. .* name the hosts in .* 'allow'"),
-        ({"judge": MOUNTS, "needs_network": "x"}, SANDBOX, r"needs a network: x\. .*the downloads from the task$"),
-        ({"judge": MOUNTS, "needs_network": "x"}, PROCESS, r"needs a network: x\. .*the downloads from the task$"),
-        ({"judge": MOUNTS}, PROCESS, r"its judge needs absolute paths of its own, .* runtime process does not have"),
+        (
+            {"needs_network": "test.sh, line 3"},
+            SANDBOX,
+            r"needs a network: test\.sh, line 3\. With .*process$",
+        ),
+        (
+            {"image": "a", "needs_network": "x"},
+            CONTAINER,
+            r"needs a network: x\. .* name the hosts in .* 'allow'",
+        ),
+        (
+            {"judge": MOUNTS, "needs_network": "x"},
+            SANDBOX,
+            r"needs a network: x\. .*the downloads from the task$",
+        ),
+        (
+            {"judge": MOUNTS, "needs_network": "x"},
+            PROCESS,
+            r"needs a network: x\. .*the downloads from the task$",
+        ),
+        (
+            {"judge": MOUNTS},
+            PROCESS,
+            r"its judge needs absolute paths of its own, .* runtime process does not have",
+        ),
         ({"judge": SEVERAL}, PROCESS, r"its judge needs absolute paths of its own"),
-        ({"workdir": "/usr/src/app"}, SANDBOX, r"has /usr/src/app in its box, and a sandbox shows this machine's"),
-        ({"judge": {**MOUNTS, "writable": ["/etc/x"]}}, SANDBOX, r"has /etc/x in its box, and a sandbox shows"),
+        (
+            {"workdir": "/usr/src/app"},
+            SANDBOX,
+            r"has /usr/src/app in its box, and a sandbox shows this machine's",
+        ),
+        (
+            {"judge": {**MOUNTS, "writable": ["/etc/x"]}},
+            SANDBOX,
+            r"has /etc/x in its box, and a sandbox shows",
+        ),
     ],
 )
 def test_what_the_runtime_does_not_have_is_named_with_its_task(fields, runtime, message):
@@ -131,7 +167,9 @@ def test_a_judge_whose_make_computes_its_targets_is_refused_without_paths(tmp_pa
         (tmp_path / script).parent.mkdir(exist_ok=True)
         (tmp_path / script).write_text("# make sure\ncd . && CC=gcc /usr/bin/make test\n")
     make = {"kind": "command", "command": command, "tests": tmp_path / "tests"}
-    with pytest.raises(InputError, match=r"'t' .*runs make, and Makefile computes names .* Say paths"):
+    with pytest.raises(
+        InputError, match=r"'t' .*runs make, and Makefile computes names .* Say paths"
+    ):
         fit_tasks([make_task(workspace=tmp_path, judge=make)], PROCESS)
     (tmp_path / "other.sh").write_text("# make sure\necho make\n")
     said = make_task(workspace=tmp_path, judge={**make, "paths": ["*.c"]})
@@ -143,7 +181,9 @@ def test_a_judge_whose_make_computes_its_targets_is_refused_without_paths(tmp_pa
 HARNESS = Harness(name="h", program="h", headless=["-p", "--prompt={instruction}"])
 
 
-@pytest.mark.parametrize(("harness", "longest"), [(None, 131071), (HARNESS, 131071 - len("--prompt="))])
+@pytest.mark.parametrize(
+    ("harness", "longest"), [(None, 131071), (HARNESS, 131071 - len("--prompt="))]
+)
 def test_an_instruction_that_is_no_argument_of_a_program_is_refused_and_the_other_tasks_are_run(
     harness, longest, caplog
 ):
@@ -156,8 +196,12 @@ def test_an_instruction_that_is_no_argument_of_a_program_is_refused_and_the_othe
         subprocess.run(["true", *command_for(large.instruction)])
     assert fit_tasks([large, fitting], PROCESS, harness) == [fitting]
     (line,) = caplog.messages
-    assert "task 'large' (a.jsonl, line 3): its instruction makes an argument of 131,073 bytes" in line
-    with pytest.raises(InputError, match=r"'large' .*shorten it, or lay its text into the workspace"):
+    assert (
+        "task 'large' (a.jsonl, line 3): its instruction makes an argument of 131,073 bytes" in line
+    )
+    with pytest.raises(
+        InputError, match=r"'large' .*shorten it, or lay its text into the workspace"
+    ):
         fit_tasks([large], PROCESS, harness)
 
 
@@ -165,7 +209,9 @@ def test_of_many_tasks_those_that_do_not_fit_are_left_out_and_counted(caplog):
     bad = [make_task(id=f"b{number}", image="a/b") for number in range(2)]
     assert fit_tasks([bad[0], make_task(), bad[1]], SANDBOX) == [make_task()]
     (line,) = caplog.messages
-    assert line.startswith("2 refused of 3 tasks: 2 x task 'b0' (a.jsonl, line 3) needs the image a/b")
+    assert line.startswith(
+        "2 refused of 3 tasks: 2 x task 'b0' (a.jsonl, line 3) needs the image a/b"
+    )
     with pytest.raises(InputError, match=r"2 refused of 2 tasks: 2 x task 'b0'"):
         fit_tasks(bad, SANDBOX)
 
@@ -175,8 +221,14 @@ def test_of_many_tasks_those_that_do_not_fit_are_left_out_and_counted(caplog):
     [
         ({"workspace": "nope"}, "the workspace nope is not a folder"),
         ({"files": {"a": "nope"}}, "'files' names nope, which does not exist"),
-        ({"judge": {"kind": "pytest", "tests": "nope"}}, r"'judge\.tests' names nope, which does not exist"),
-        ({"judge": {**MOUNTS, "mounts": {"/t": "nope"}}}, r"'judge\.mounts' names nope, which does not exist"),
+        (
+            {"judge": {"kind": "pytest", "tests": "nope"}},
+            r"'judge\.tests' names nope, which does not exist",
+        ),
+        (
+            {"judge": {**MOUNTS, "mounts": {"/t": "nope"}}},
+            r"'judge\.mounts' names nope, which does not exist",
+        ),
     ],
 )
 def test_a_path_that_is_not_there_is_named_before_anything_starts(fields, what):
@@ -199,7 +251,8 @@ def test_an_optional_image_is_used_where_the_runtime_has_images_and_what_it_has_
 
 
 class Builder(ContainerRuntime):
-    """A runtime whose builds fail where the Dockerfile says so. It counts them, and those at the same time."""
+    """A runtime whose builds fail where the Dockerfile says so. It counts them, and those at the
+    same time."""
 
     def __init__(self, build=True):
         super().__init__(build=build)
@@ -229,14 +282,19 @@ def to_build(tmp_path):
 
 @pytest.mark.parametrize("runtime", [Builder(build=False), PROCESS, SANDBOX, CONTAINER])
 def test_a_task_that_needs_a_build_is_refused_without_it_and_the_option_is_named(to_build, runtime):
-    message = r"a/Dockerfile, line 2: RUN make: this needs an image to be built: use --build with --runtime container"
+    message = (
+        r"a/Dockerfile, line 2: RUN make: this needs an image to be built: use --build with"
+        r" --runtime container"
+    )
     with pytest.raises(InputError, match=message):
         fit_tasks([to_build("a", "FROM x")], runtime)
 
 
 async def test_images_are_built_at_the_same_time_and_alike_ones_once(to_build, tmp_path):
     runtime = Builder()
-    tasks = fit_tasks([to_build(name, f"FROM {name[0]}") for name in ("a1", "a2", "b", "c", "d")], runtime)
+    tasks = fit_tasks(
+        [to_build(name, f"FROM {name[0]}") for name in ("a1", "a2", "b", "c", "d")], runtime
+    )
     assert [task.image for task in tasks] == [image_of(task.build) for task in tasks]
     assert await build_images([*tasks, make_task(image="x")], runtime, tmp_path, at_once=3) == [
         *tasks,
@@ -250,6 +308,9 @@ async def test_a_build_that_fails_costs_its_tasks_and_no_other(to_build, tmp_pat
     runtime = Builder()
     bad, good = fit_tasks([to_build("bad", "RUN fails"), to_build("good", "FROM x")], runtime)
     assert await build_images([bad, good], runtime, tmp_path, at_once=1) == [good]
-    assert "1 refused of 2 tasks: 1 x task 'bad' (a.jsonl, line 3): its image cannot be built" in caplog.text
+    assert (
+        "1 refused of 2 tasks: 1 x task 'bad' (a.jsonl, line 3): its image cannot be built"
+        in caplog.text
+    )
     with pytest.raises(InputError, match=r"task 'bad' .*: its image cannot be built: exit 1"):
         await build_images([bad], runtime, tmp_path, at_once=1)

@@ -10,13 +10,26 @@ from rolltap.trainer.cli.main import load
 from rolltap.trainer.rollouts.config import Budget, RolloutArguments, RolloutConfig
 from rolltap.trainer.training.recipe import Recipe
 
-OF_THE_CALL = {"tasks", "harness", "engine", "model", "out", "new_groups", "as_json", "engine_key_file"}
+OF_THE_CALL = {
+    "tasks",
+    "harness",
+    "engine",
+    "model",
+    "out",
+    "new_groups",
+    "as_json",
+    "engine_key_file",
+}
 """Options of `rolltap rollout` that are no settings."""
 
 
 def test_the_keywords_the_recipes_keys_and_the_options_are_the_fields():
     fields = RolloutConfig.model_fields.keys()
-    assert RolloutArguments.__annotations__.keys() | {"runtime"} == fields <= Recipe.model_fields.keys()
+    assert (
+        RolloutArguments.__annotations__.keys() | {"runtime"}
+        == fields
+        <= Recipe.model_fields.keys()
+    )
     assert fields & inspect.signature(rolltap.rollout).parameters.keys() == {"runtime"}
     options = {option.name for option in load("rollout").params} - OF_THE_CALL
     budgets = {f"max_{name}" for name in Budget.model_fields}
@@ -24,13 +37,19 @@ def test_the_keywords_the_recipes_keys_and_the_options_are_the_fields():
 
 
 def test_every_setting_has_a_help_and_the_option_has_its_default():
-    assert all(field.description for kind in (RolloutConfig, Budget) for field in kind.model_fields.values())
+    assert all(
+        field.description
+        for kind in (RolloutConfig, Budget)
+        for field in kind.model_fields.values()
+    )
     defaults = {option.name: option.default for option in load("rollout").params}
     assert (defaults["sessions"], defaults["timeout"], defaults["retries"]) == (8, 1800.0, 2)
 
 
 def test_budgets_and_further_options_are_those_of_the_recorder():
-    config = RolloutConfig(budget={"calls": 3, "prompt_tokens": 100}, recorder={"rolltap_allow": ["a", "b"]})
+    config = RolloutConfig(
+        budget={"calls": 3, "prompt_tokens": 100}, recorder={"rolltap_allow": ["a", "b"]}
+    )
     assert config.options() == {
         "rolltap_max_calls": "3",
         "rolltap_max_prompt_tokens": "100",
@@ -49,8 +68,14 @@ def test_budgets_and_further_options_are_those_of_the_recorder():
         ({"recorder_address": "host:65536"}, "recorder_address.*give HOST:PORT"),
         ({"recorder_address": "http://host:1"}, "recorder_address.*give HOST:PORT"),
         ({"recorder_address": "::1:1"}, "recorder_address.*give HOST:PORT"),
-        ({"recorder_address": "host:1", "recorder": {"listen_port": "1"}, "recorders": 2}, "recorders has no meaning"),
-        ({"recorder_address": "host:1", "recorder": {"listen_port": "1"}, "ray": "head:1"}, "ray has no meaning"),
+        (
+            {"recorder_address": "host:1", "recorder": {"listen_port": "1"}, "recorders": 2},
+            "recorders has no meaning",
+        ),
+        (
+            {"recorder_address": "host:1", "recorder": {"listen_port": "1"}, "ray": "head:1"},
+            "ray has no meaning",
+        ),
     ],
 )
 def test_boxes_of_harbor_need_an_address_that_leads_to_one_recorder(settings, message):

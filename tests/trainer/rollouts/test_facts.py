@@ -48,10 +48,15 @@ def budget(second):
 
 
 def told(kind, second, detail=""):
-    return EventFact(kind, None, detail or f"{kind} {second}", at(second), "POST", "/v9/chat", "api.host")
+    return EventFact(
+        kind, None, detail or f"{kind} {second}", at(second), "POST", "/v9/chat", "api.host"
+    )
 
 
-TLS = r"^no model call came: api.host: .*TLS failed: unknown ca\. The program does not trust the recorder's certif"
+TLS = (
+    r"^no model call came: api.host: .*TLS failed: unknown ca\. The program does not trust the"
+    r" recorder's certif"
+)
 
 
 def begun(second):
@@ -63,13 +68,19 @@ def begun(second):
     [
         ([], [], None),
         ([], [told("rerun", 1)], "diverged: it ended before the call at which it forks"),
-        ([], [told("rerun", 1), told("diverged", 2, "diverged at call 2: ...")], "diverged at call 2: ..."),
+        (
+            [],
+            [told("rerun", 1), told("diverged", 2, "diverged at call 2: ...")],
+            "diverged at call 2: ...",
+        ),
         ([call(2)], [told("rerun", 1), begun(2)], None),
         ([], [told("rerun", 1), fault(2)], None),
     ],
     ids=str,
 )
-def test_a_fork_that_does_not_come_to_its_call_has_diverged_unless_we_are_to_blame(calls, events, why):
+def test_a_fork_that_does_not_come_to_its_call_has_diverged_unless_we_are_to_blame(
+    calls, events, why
+):
     assert find_divergence(calls, events) == why
 
 
@@ -94,7 +105,11 @@ def test_a_fork_that_does_not_come_to_its_call_has_diverged_unless_we_are_to_bla
             [told("uncaptured", 1), told("refused", 2, "TLS failed: x")],
             r"that look like one: POST api.host/v9/chat \(uncaptured 1\)$",
         ),
-        ([], [told("uncaptured", 1), told("rejected", 2)], "^every model call was refused: rejected 2$"),
+        (
+            [],
+            [told("uncaptured", 1), told("rejected", 2)],
+            "^every model call was refused: rejected 2$",
+        ),
         ([], [told("rejected", 1), fault(2)], "no token was sampled.*: fault 2"),
         ([], [begun(1)], "no token was sampled"),
         ([], [fault(1), fault(3), fault(2)], "no token was sampled.*: fault 3"),
@@ -104,9 +119,17 @@ def test_a_fork_that_does_not_come_to_its_call_has_diverged_unless_we_are_to_bla
         ([call(1, status="failed", sampled=0)], [begun(1)], "no token was sampled"),
         ([call(1), call(2)], [begun(1), begun(2)], None),
         ([call(1, status="aborted")], [begun(1)], None),
-        ([call(1), call(2, status="failed", sampled=0)], [fault(3, "c2")], "did not recover from: fault 3"),
+        (
+            [call(1), call(2, status="failed", sampled=0)],
+            [fault(3, "c2")],
+            "did not recover from: fault 3",
+        ),
         ([call(1), call(2, status="failed"), call(4)], [fault(3, "c2")], None),
-        ([call(1), call(2, status="failed"), call(4, status="aborted")], [fault(3, "c2")], "fault 3"),
+        (
+            [call(1), call(2, status="failed"), call(4, status="aborted")],
+            [fault(3, "c2")],
+            "fault 3",
+        ),
         ([call(1), call(2, status="failed"), call(4)], [fault(3, "c2"), fault(5)], "fault 5"),
         # a call that ran beside the failed one and ended later did not see the failure
         ([call(1), call(2, status="failed")], [fault(3, "c2")], "fault 3"),
@@ -120,7 +143,11 @@ def test_a_fork_that_does_not_come_to_its_call_has_diverged_unless_we_are_to_bla
         ([call(1, "auxiliary", "failed", 0), call(3)], [fault(2, "c1")], None),
         ([call(1, "auxiliary", "failed", 0)], [fault(2, "c1")], "no token was sampled"),
         ([call(1, "auxiliary", "failed", 1)], [fault(2, "c1")], "fault 2"),
-        ([call(1, "auxiliary"), call(2, status="failed", sampled=0)], [fault(3, "c2")], "no token was sampled"),
+        (
+            [call(1, "auxiliary"), call(2, status="failed", sampled=0)],
+            [fault(3, "c2")],
+            "no token was sampled",
+        ),
         ([call(1, "auxiliary")], [begun(1)], None),
         *(
             ([call(1)], [fault(2, path=path)], None)
@@ -174,20 +201,27 @@ def recorder_with(engine, tokenizer_folder, tmp_path_factory):
         def recorder(patience):
             options = {"rolltap_patience": str(patience)}
             run = tmp_path_factory.mktemp("run")
-            return stack.enter_context(Recorder(run, engine=engine.url, model=tokenizer_folder, options=options))
+            return stack.enter_context(
+                Recorder(run, engine=engine.url, model=tokenizer_folder, options=options)
+            )
 
         yield recorder
 
 
 @pytest.fixture
 def play(tmp_path, engine, recorder_with, request, monkeypatch):
-    async def play(script, *replies, patience=0, timeout=60.0, evaluate=("true",), recorder=None, quirks=()):
-        """Run one session of a harness. Return its row, and its ledger. Its time limit has passed when it works on."""
+    async def play(
+        script, *replies, patience=0, timeout=60.0, evaluate=("true",), recorder=None, quirks=()
+    ):
+        """Run one session of a harness. Return its row, and its ledger. Its time limit has passed
+        when it works on."""
         recorder = recorder or recorder_with(patience)
         engine.replies.extend(replies)
         task = rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))
         headless = ["-c", ASKER + script, str(tmp_path)]
-        harness = rolltap.Harness(name="x", program=sys.executable, headless=headless, quirks=list(quirks))
+        harness = rolltap.Harness(
+            name="x", program=sys.executable, headless=headless, quirks=list(quirks)
+        )
         context = context_of(recorder, tmp_path, harness, timeout=timeout)
         group = Group(task, "g", [re.sub(r"\W+", "-", request.node.name)])
         passing = asyncio.create_task(pass_time(monkeypatch, timeout, tmp_path / "works"))
@@ -207,7 +241,9 @@ def play(tmp_path, engine, recorder_with, request, monkeypatch):
 
 async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, tokenizer_folder, tmp_path):
     options = {"rolltap_patience": "0"}
-    with Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model=tokenizer_folder, options=options) as recorder:
+    with Recorder(
+        tmp_path / "run", engine="http://127.0.0.1:9", model=tokenizer_folder, options=options
+    ) as recorder:
         session, ledger = await play("ask('a')", recorder=recorder)
     assert (session.status, session.reward) == ("infrastructure", None)
     assert "no token was sampled" in session.error
@@ -215,28 +251,46 @@ async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, tokenizer_
     assert ledger.sampled == 0
 
 
-async def test_a_harness_that_makes_no_call_has_no_reward_and_if_it_failed_its_last_line_comes_first(play):
+async def test_a_harness_that_makes_no_call_has_no_reward_and_if_it_failed_its_last_line_comes_first(
+    play,
+):
     session, _ = await play("print('give a key\\n'); sys.exit(3)")
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 3, None)
-    assert session.error.startswith("give a key; no model call came: did the program use the proxy?")
-    assert session.error.endswith(f"the harness ended with status 3); its output is in {session.session_id}.log")
+    assert session.error.startswith(
+        "give a key; no model call came: did the program use the proxy?"
+    )
+    assert session.error.endswith(
+        f"the harness ended with status 3); its output is in {session.session_id}.log"
+    )
     session, _ = await play("print('bye')")
     assert session.error.endswith(", and ends with: bye")
 
 
-async def test_a_crash_of_node_names_the_version_that_was_found_and_the_one_that_the_harness_needs(play):
+async def test_a_crash_of_node_names_the_version_that_was_found_and_the_one_that_the_harness_needs(
+    play,
+):
     quirks = "Speaks the OpenAI Responses API.", "Needs Node 22.19 or newer."
-    session, _ = await play("print('SyntaxError\\n\\nNode.js v20.20.2'); sys.exit(1)", quirks=quirks)
-    assert session.error.startswith("Node.js v20.20.2 (Needs Node 22.19 or newer.); no model call came")
+    session, _ = await play(
+        "print('SyntaxError\\n\\nNode.js v20.20.2'); sys.exit(1)", quirks=quirks
+    )
+    assert session.error.startswith(
+        "Node.js v20.20.2 (Needs Node 22.19 or newer.); no model call came"
+    )
 
 
 WRONG = "httpx.post('https://api.openai.com/v1/chat/completions', content=b'{')"
-TITLE = "ask('a', response_format={'type': 'json_schema', 'json_schema': {'name': 't', 'schema': {}}})"
+TITLE = (
+    "ask('a', response_format={'type': 'json_schema', 'json_schema': {'name': 't', 'schema': {}}})"
+)
 REFUSED = Answer(200, '{"error": {"message": "bad", "code": 413}}')
 CUT = Say("Hello there.", break_after=1)
 HELD = Say("Hello there.", hold_after=1)
 PLAYS = {
-    "dies in the middle": ("assert (ask('a'), ask('b'), ask('c')) == (200, 502, 502)", [SAY, DOWN, DOWN], {}),
+    "dies in the middle": (
+        "assert (ask('a'), ask('b'), ask('c')) == (200, 502, 502)",
+        [SAY, DOWN, DOWN],
+        {},
+    ),
     "dies within a reply": ("ask('a'); ask('b')", [SAY, CUT], {"failed": 1}),
     "refuses": ("ask('a'); assert ask('b') in (400, 413)", [SAY, Answer(400, "bad")], {}),
     "refuses in a reply": ("ask('a'); assert ask('b') in (400, 413)", [SAY, REFUSED], {}),
@@ -262,7 +316,9 @@ async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play
         return DOWN
 
     engine.otherwise = down
-    session, _ = await play("ask('a'); give_up_when_the_engine_is_down('b'); os._exit(0)", SAY, patience=60)
+    session, _ = await play(
+        "ask('a'); give_up_when_the_engine_is_down('b'); os._exit(0)", SAY, patience=60
+    )
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
     assert "answered 500: its log says why" in session.error
 
@@ -282,10 +338,28 @@ FAULTLESS = {
     ),
     "the harness recovers": (RECOVERS, [SAY, DOWN, SAY, SAY], {}, GOOD, 0),
     "the recorder recovers": (RECOVERS, [SAY, DOWN, SAY, SAY], {"patience": 60}, GOOD, 0),
-    "the agent fails": (f"ask('a'); assert {WRONG}.status_code == 400; sys.exit(1)", [SAY], {}, FAILED, 0),
-    "the context window is full": ("ask('a'); assert ask('so ' * 20_000) == 400", [SAY], {}, GOOD, 0),
+    "the agent fails": (
+        f"ask('a'); assert {WRONG}.status_code == 400; sys.exit(1)",
+        [SAY],
+        {},
+        FAILED,
+        0,
+    ),
+    "the context window is full": (
+        "ask('a'); assert ask('so ' * 20_000) == 400",
+        [SAY],
+        {},
+        GOOD,
+        0,
+    ),
     "stopped while it works": ("ask('a'); work_on()", [SAY], SLOW, STOPPED, 0),
-    "stopped within a reply": ("ask('a'); first_text('b'); work_on()", [SAY, HELD], SLOW, STOPPED, 1),
+    "stopped within a reply": (
+        "ask('a'); first_text('b'); work_on()",
+        [SAY, HELD],
+        SLOW,
+        STOPPED,
+        1,
+    ),
     "a side question fails": (f"ask('a'); assert {TITLE} == 502", [SAY, DOWN], {}, GOOD, 0),
     "the first call is given up": (
         "first_text('a'); os._exit(0)",
@@ -302,7 +376,9 @@ FAULTLESS = {
     cases(FAULTLESS.values(), 0, 3, 5),
     ids=cases(FAULTLESS, 0, 3, 5),
 )
-async def test_what_the_agent_does_and_what_it_recovers_from_is_no_fault(play, script, replies, how, expected, aborted):
+async def test_what_the_agent_does_and_what_it_recovers_from_is_no_fault(
+    play, script, replies, how, expected, aborted
+):
     session, ledger = await play(script, *replies, **how)
     assert (session.status, session.reward, session.error) == expected
     assert ledger.left_out == ({"aborted": aborted} if aborted else {})
@@ -320,7 +396,11 @@ async def test_a_session_whose_judge_has_no_verdict_is_unjudged(play):
 async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, recorder_with):
     session, _ = await play(f"{WRONG}; ask('a'); ask('b')", SAY, DOWN)
     calls, events = (
-        [row for row in read_rows(recorder_with(0).path, table) if row["session_id"] == session.session_id]
+        [
+            row
+            for row in read_rows(recorder_with(0).path, table)
+            if row["session_id"] == session.session_id
+        ]
         for table in ("calls", "events")
     )
     named = [event for event in events if event["kind"] in ("rejected", "fault")]
@@ -351,9 +431,11 @@ def test_a_model_on_loopback_is_named_with_the_place_that_names_it(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text("OpenAI(base_url='http://127.0.0.1:8000/v1')")
     base_url = {"OPENAI_BASE_URL": "http://localhost:11434/v1", "OTHER": "http://localhost"}
-    assert on_loopback(model_places(["python", "agent.py"], base_url)) == (
-        "A model on loopback is asked past the recorder, and there is 'http://localhost:11434/v1' in OPENAI_BASE_URL "
-        "and 'http://127.0.0.1:8000/v1' in agent.py"
+    assert (
+        on_loopback(model_places(["python", "agent.py"], base_url))
+        == "A model on loopback is asked past the recorder, and there is"
+        " 'http://localhost:11434/v1' in OPENAI_BASE_URL and 'http://127.0.0.1:8000/v1' in"
+        " agent.py"
     )
     elsewhere = {"OPENAI_BASE_URL": "http://model.rolltap/v1"}
     assert not on_loopback(model_places(["python", "other.py"], elsewhere))

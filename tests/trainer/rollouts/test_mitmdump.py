@@ -69,7 +69,8 @@ def ask(port):
 
 
 def is_open(port):
-    """Return False when the socket is closed: a connection that waits to be accepted then is reset."""
+    """Return False when the socket is closed: a connection that waits to be accepted then is
+    reset."""
     try:
         socket.create_connection(("127.0.0.1", port)).close()
     except (ConnectionRefusedError, ConnectionResetError):
@@ -104,14 +105,23 @@ def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path, monkeypatch):
 
 
 LOADING = "[10:00:00.000] Loading script record.py\n"
-ENDING = "[10:00:01.000] HTTP(S) proxy listening at 127.0.0.1:1.\nError logged during startup, exiting...\n"
+ENDING = (
+    "[10:00:01.000] HTTP(S) proxy listening at 127.0.0.1:1.\nError logged during startup,"
+    " exiting...\n"
+)
 
 
 @pytest.mark.parametrize(
     ("log", "shown"),
     [
-        (f"{LOADING}[10:00:00.100] error: rolltap_out is not set\n{ENDING}", "rolltap_out is not set"),
-        (f"{LOADING}[10:00:00.1] error: one\nerror: two\n[10:00:00.2][127.0.0.1:5] error: 3\n", "one\ntwo\n3"),
+        (
+            f"{LOADING}[10:00:00.100] error: rolltap_out is not set\n{ENDING}",
+            "rolltap_out is not set",
+        ),
+        (
+            f"{LOADING}[10:00:00.1] error: one\nerror: two\n[10:00:00.2][127.0.0.1:5] error: 3\n",
+            "one\ntwo\n3",
+        ),
         ("[10:00:00.100] error: one\n[10:00:00.200] error: one\n", "one"),
         ("[10:00:00.100] a harness says error: one\n", "[10:00:00.100] a harness says error: one"),
         ("".join(f"{i}\n" for i in range(20)), "\n".join(map(str, range(12, 20)))),
@@ -125,7 +135,11 @@ def test_a_recorder_that_did_not_start_shows_its_errors_or_its_last_lines(log, s
 def test_a_recorder_that_does_not_start_shows_nothing_of_an_earlier_one(tmp_path):
     log = tmp_path / "recorder.log"
     log.write_text("[10:00:00.100] error: of an earlier recorder\n")
-    options = {"rolltap_samplin": ["{}"], "rolltap_patience": ["soon"], "confdir": [str(tmp_path / "conf")]}
+    options = {
+        "rolltap_samplin": ["{}"],
+        "rolltap_patience": ["soon"],
+        "confdir": [str(tmp_path / "conf")],
+    }
     process = Mitmdump("the recorder", options, secret="s" * 32, log=log)
     with pytest.raises(RecorderError) as refused:
         process.address()
@@ -139,12 +153,17 @@ def test_a_recorder_that_does_not_start_shows_nothing_of_an_earlier_one(tmp_path
 def test_a_second_rollout_into_a_folder_is_refused_until_the_first_has_ended_or_died(tmp_path):
     run = tmp_path / "run"
     script = (
-        "import sys; from pathlib import Path; from rolltap.trainer.rollouts.mitmdump import rollout_lock\n"
-        "with rollout_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from rolltap.trainer.rollouts.mitmdump import"
+        " rollout_lock\nwith rollout_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", script, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         other.stdout.readline()
-        with pytest.raises(RunError, match=f"another rollout or training runs sessions in {run}"), rollout_lock(run):
+        with (
+            pytest.raises(RunError, match=f"another rollout or training runs sessions in {run}"),
+            rollout_lock(run),
+        ):
             pass
         other.kill()
         other.wait()
@@ -184,7 +203,9 @@ def left(tmp_path, tokenizer_folder):
         os.kill(supervisor, signal.SIGKILL)
 
 
-def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(tmp_path, left, caplog, monkeypatch):
+def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(
+    tmp_path, left, caplog, monkeypatch
+):
     run = tmp_path / "run"
     still = f"the recorder of a killed rollout or training still records into {run}"
     refused = pytest.raises(RunError, match=f"{still}: start again when its mitmdump has ended")

@@ -30,12 +30,27 @@ OF_MEMORY = "stopped: its programs used more memory than the limit"
         (DONE, OVER, HALF, ("budget", 0.5, "budget: 3 calls")),
         (STOPPED, OVER, HALF, ("budget", 0.5, "budget: 3 calls (stopped after 60 s)")),
         (DONE, GOOD, NO_PYTEST, ("unjudged", None, "no pytest", "completed")),
-        (FAILED, GOOD, Judged(), ("unjudged", None, f"the judge gave no reward ({BY_STATUS})", "failed")),
+        (
+            FAILED,
+            GOOD,
+            Judged(),
+            ("unjudged", None, f"the judge gave no reward ({BY_STATUS})", "failed"),
+        ),
         (FAILED, Facts("no engine"), None, ("infrastructure", None, f"no engine ({BY_STATUS})")),
-        (DONE, OVER._replace(fault="x"), None, ("infrastructure", None, "x (the harness ended with status 0)")),
+        (
+            DONE,
+            OVER._replace(fault="x"),
+            None,
+            ("infrastructure", None, "x (the harness ended with status 0)"),
+        ),
         (DONE, Facts(), None, ("completed", None, EMPTY)),
         (STOPPED, Facts(), None, ("timeout", None, f"{EMPTY} (stopped after 60 s)")),
-        (FAILED, Facts(budget="budget: long"), None, ("budget", None, f"{EMPTY} (budget: long ({BY_STATUS}))")),
+        (
+            FAILED,
+            Facts(budget="budget: long"),
+            None,
+            ("budget", None, f"{EMPTY} (budget: long ({BY_STATUS}))"),
+        ),
     ],
 )
 def test_a_session_has_the_outcome_of_the_first_row_that_holds(ended, facts, judged, expected):
@@ -57,7 +72,9 @@ JUDGED = st.builds(Judged, reward=st.none() | st.floats(allow_nan=False, allow_i
 
 
 @given(ENDS, FACTS, JUDGED)
-def test_a_reward_is_the_judges_and_none_comes_without_it_or_with_an_outcome_that_has_none(ended, facts, judged):
+def test_a_reward_is_the_judges_and_none_comes_without_it_or_with_an_outcome_that_has_none(
+    ended, facts, judged
+):
     found = outcome(ended, 60, facts, judged if is_judged(facts) else None)
     assert found.reward == (judged.reward if is_judged(facts) else None)
     assert found.reward is None or found.status not in UNREWARDED
@@ -68,7 +85,9 @@ def test_a_reward_is_the_judges_and_none_comes_without_it_or_with_an_outcome_tha
 
 
 def add(tally, status, reward=None, facts=GOOD, again=False, name="s", task="t"):
-    tally.add(Session(session_id=name, task_id=task, status=status, reward=reward), facts, again=again)
+    tally.add(
+        Session(session_id=name, task_id=task, status=status, reward=reward), facts, again=again
+    )
 
 
 def test_the_progress_line_has_every_count():

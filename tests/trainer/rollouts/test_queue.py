@@ -28,7 +28,8 @@ SLOTS = st.builds(Slots, *[st.integers(low, 3) for low in (1, 0, 1, 1, 1)])
 
 
 class Rollout(RuleBasedStateMachine):
-    """Sessions in any order: prepared, run, judged, retried, cancelled, late, and killed with the process or a node."""
+    """Sessions in any order: prepared, run, judged, retried, cancelled, late, and killed with the
+    process or a node."""
 
     @initialize(slots=SLOTS, retries=st.integers(0, 2))
     def start(self, slots, retries):
@@ -69,7 +70,9 @@ class Rollout(RuleBasedStateMachine):
                 assert session_id not in self.old
                 assert node in self.nodes
                 self.begun[session_id, kind] += 1
-                self.next[SessionName.parse(session_id).place] = str(SessionName.parse(session_id).next)
+                self.next[SessionName.parse(session_id).place] = str(
+                    SessionName.parse(session_id).next
+                )
                 self.phases[session_id] = ACTIVE[kind]
                 self.on[session_id] = node
 
@@ -116,7 +119,9 @@ class Rollout(RuleBasedStateMachine):
         self.act()
 
     def some(self, data, phase):
-        return data.draw(st.sampled_from(sorted(name for name, each in self.phases.items() if each == phase)))
+        return data.draw(
+            st.sampled_from(sorted(name for name, each in self.phases.items() if each == phase))
+        )
 
     @precondition(lambda self: "preparing" in self.phases.values())
     @rule(data=st.data())
@@ -202,7 +207,11 @@ class Rollout(RuleBasedStateMachine):
         self.queue.cancel(group_id)
         self.forget_waiting(self.groups[group_id])
         self.act()
-        active = {name for name in self.phases if SessionName.parse(name).place in self.groups.get(group_id, ())}
+        active = {
+            name
+            for name in self.phases
+            if SessionName.parse(name).place in self.groups.get(group_id, ())
+        }
         assert active <= self.stopped
 
     def forget_waiting(self, places):
@@ -250,16 +259,27 @@ class Rollout(RuleBasedStateMachine):
         assert not waits["ready"] or held or counts["running"] >= slots.running
         ahead = counts["preparing"] + counts["ready"]
         may_run = 0 if held else slots.running
-        full = counts["preparing"] == slots.preparing or ahead >= max(0, may_run - counts["running"]) + slots.ready
+        full = (
+            counts["preparing"] == slots.preparing
+            or ahead >= max(0, may_run - counts["running"]) + slots.ready
+        )
         has_free = len(self.nodes) == 1 or ahead + counts["running"] < slots.running
         takes_more = has_free and name not in self.resting
         for group in self.queue._groups.values():
             waiting = [each for each in group.left if self.queue._attempts[each].phase == "waiting"]
-            assert full or not waiting or not (group.node == name or (group.node is None and takes_more))
+            assert (
+                full
+                or not waiting
+                or not (group.node == name or (group.node is None and takes_more))
+            )
 
     @invariant()
     def a_group_is_on_one_node(self):
-        places = {place: group_id for group_id, group in getattr(self, "groups", {}).items() for place in group}
+        places = {
+            place: group_id
+            for group_id, group in getattr(self, "groups", {}).items()
+            for place in group
+        }
         nodes = defaultdict(set)
         for session_id, node in getattr(self, "on", {}).items():
             nodes[places[SessionName.parse(session_id).place]].add(node)
@@ -295,7 +315,10 @@ def test_a_judge_holds_no_slot_of_those_that_run():
     queue.prepared("a")
     assert names(queue.advance(0), "run") == ["a"]
     queue.ran("a")
-    assert queue.advance(0) == [Action("judge", "g", "a", "here"), Action("prepare", "g", "b", "here")]
+    assert queue.advance(0) == [
+        Action("judge", "g", "a", "here"),
+        Action("prepare", "g", "b", "here"),
+    ]
 
 
 def test_prepared_sessions_wait_in_a_buffer_of_bounded_size():
@@ -313,7 +336,9 @@ def test_no_more_are_prepared_while_slow_judges_hold_new_ones_back():
     queue.submit("g", [f"s-{number}" for number in range(200)])
     for _ in range(60):
         for action in queue.advance(0):
-            {"prepare": queue.prepared, "run": queue.ran, "judge": str}[action.kind](action.session_id)
+            {"prepare": queue.prepared, "run": queue.ran, "judge": str}[action.kind](
+                action.session_id
+            )
     assert queue.counts["ready"] <= 4 + 8
 
 
@@ -368,7 +393,9 @@ def test_retries_that_were_used_before_count():
     assert queue.ended("b~8", 2.0, again=True) == "b~9"
 
 
-@pytest.mark.parametrize(("evaluation", "prepared"), [(1, ["e0", "t0", "t1"]), (2, ["e0", "e1", "t0"])])
+@pytest.mark.parametrize(
+    ("evaluation", "prepared"), [(1, ["e0", "t0", "t1"]), (2, ["e0", "e1", "t0"])]
+)
 def test_evaluation_has_its_share_while_training_waits(evaluation, prepared):
     queue = queue_of(Slots(preparing=3, ready=0, running=3, judging=1, evaluation=evaluation))
     queue.submit("training", ["t0", "t1"])
@@ -513,6 +540,8 @@ def test_a_thousand_sessions_with_long_tails_take_little_more_than_their_slots_a
     seen = simulate(queue_of(slots), groups, long_tailed(0))
     assert seen.ended.keys() == {session_id for group in groups for session_id in group}
     longest = max(long_tailed(0)(session_id)[1] for session_id in seen.ended)
-    assert seen.ran / 32 <= seen.end <= seen.ran / 32 + longest + 1  # Graham's bound for a list schedule
+    assert (
+        seen.ran / 32 <= seen.end <= seen.ran / 32 + longest + 1
+    )  # Graham's bound for a list schedule
     begun = [min(seen.ended[session_id] for session_id in group) for group in groups]
     assert all(max(begun[: group + 1]) < seen.closed[f"g{group + 16}"] for group in range(100))

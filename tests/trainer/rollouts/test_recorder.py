@@ -31,13 +31,17 @@ def ask(recorder, session_id, content="Hello"):
     """Send one model call of a session, as its harness would."""
     environment = recorder.environment(session_id)
     context = ssl.create_default_context(cafile=environment["SSL_CERT_FILE"])
-    with httpx.Client(proxy=environment["HTTPS_PROXY"], verify=context, trust_env=False, timeout=60) as client:
+    with httpx.Client(
+        proxy=environment["HTTPS_PROXY"], verify=context, trust_env=False, timeout=60
+    ) as client:
         return client.post(CHAT, json={**HELLO, "messages": [{"role": "user", "content": content}]})
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory, tokenizer_folder):
-    with Recorder(tmp_path_factory.mktemp("run"), engine=NOWHERE, model=tokenizer_folder) as recorder:
+    with Recorder(
+        tmp_path_factory.mktemp("run"), engine=NOWHERE, model=tokenizer_folder
+    ) as recorder:
         yield recorder
 
 
@@ -61,7 +65,10 @@ def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, 
         ({"status": "done"}, "session s: status='done': choose completed, failed, timeout, budget"),
         ({"status": "unknown"}, "status='unknown': choose"),
         ({"reward": float("nan")}, "session s: the reward nan is not finite"),
-        ({"status": "infrastructure", "reward": 1.0}, "session s: it has the status infrastructure and the reward 1.0"),
+        (
+            {"status": "infrastructure", "reward": 1.0},
+            "session s: it has the status infrastructure and the reward 1.0",
+        ),
     ],
 )
 def test_a_session_that_cannot_be_is_refused_and_not_recorded(running, fields, message):
@@ -85,23 +92,38 @@ def test_outside_of_its_block_a_recorder_says_so(tmp_path, tokenizer_folder):
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [
-        ({"options": {"rolltap_alow": "pypi.org"}}, "rolltap_alow is no option .*: did you mean rolltap_allow"),
+        (
+            {"options": {"rolltap_alow": "pypi.org"}},
+            "rolltap_alow is no option .*: did you mean rolltap_allow",
+        ),
         ({"options": {"rolltap_keep_adapter": "maybe"}}, "rolltap_keep_adapter is 'maybe'"),
-        ({"options": {"rolltap_fsync": "sometimes"}}, "rolltap_fsync is 'sometimes': Input should be"),
+        (
+            {"options": {"rolltap_fsync": "sometimes"}},
+            "rolltap_fsync is 'sometimes': Input should be",
+        ),
         ({"processes": 0}, "processes=0: give at least 1"),
     ],
 )
-def test_a_wrong_option_is_refused_by_its_name_before_the_folder_is_made(tmp_path, settings, refused):
+def test_a_wrong_option_is_refused_by_its_name_before_the_folder_is_made(
+    tmp_path, settings, refused
+):
     with pytest.raises(InputError, match=refused):
         Recorder(tmp_path / "run", engine=NOWHERE, model="m", **settings)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_calls_of_a_program_end_before_its_result_is_judged(tmp_path, scripted_engine, tokenizer_folder):
+def test_the_calls_of_a_program_end_before_its_result_is_judged(
+    tmp_path, scripted_engine, tokenizer_folder
+):
     scripted_engine.replies.extend([Say("Hi."), Say("Hi."), Answer(500, "broken")])
     options = {"rolltap_patience": "0"}
-    with Recorder(tmp_path, engine=scripted_engine.url, model=tokenizer_folder, options=options) as recorder:
-        assert [ask(recorder, session_id).status_code for session_id in ("good", "bad")] == [200, 200]
+    with Recorder(
+        tmp_path, engine=scripted_engine.url, model=tokenizer_folder, options=options
+    ) as recorder:
+        assert [ask(recorder, session_id).status_code for session_id in ("good", "bad")] == [
+            200,
+            200,
+        ]
         assert ask(recorder, "bad", "More").status_code == 502
         assert recorder.end_calls("good") is None
         assert "answered 500" in recorder.end_calls("bad")
@@ -121,7 +143,9 @@ class TestPolicyVersion:
     @pytest.fixture(scope="class")
     @classmethod
     def running(cls, engine, tmp_path_factory, tokenizer_folder):
-        with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
+        with Recorder(
+            tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder
+        ) as recorder:
             yield recorder
 
     @pytest.fixture(autouse=True)
@@ -147,7 +171,9 @@ class TestPolicyVersion:
         assert self.end(running, "c", policy_version="1") == "1"
         for name, text in (("d", "{"), ("e", '{"model": null}'), ("f", "[]")):
             (running.path / "policy.json").write_text(text)
-            with pytest.raises(RunError, match=r"(?s)policy\.json is not .*a session has no version"):
+            with pytest.raises(
+                RunError, match=r"(?s)policy\.json is not .*a session has no version"
+            ):
                 running.end(Session(session_id=name, status="completed", reward=1.0))
             session = load_sessions(running.path)[name]
             assert (session.reward, session.policy_version) == (1.0, None)
@@ -186,15 +212,22 @@ class TestSeveralProcesses:
         def make(**options):
             options = {"confdir": str(tmp_path / "conf"), **options}
             engine, model = scripted_engine.url, tokenizer_folder
-            return Recorder(tmp_path / "run", engine=engine, model=model, options=options, processes=2)
+            return Recorder(
+                tmp_path / "run", engine=engine, model=model, options=options, processes=2
+            )
 
         return make
 
     def places(self, recorder):
         """Return the index of each session's process."""
         addresses = [proxy.url("any").rpartition("@")[2] for proxy in recorder._proxies]
-        urls = {session_id: recorder.environment(session_id)["HTTPS_PROXY"] for session_id in self.SESSIONS}
-        return {session_id: addresses.index(url.rpartition("@")[2]) for session_id, url in urls.items()}
+        urls = {
+            session_id: recorder.environment(session_id)["HTTPS_PROXY"]
+            for session_id in self.SESSIONS
+        }
+        return {
+            session_id: addresses.index(url.rpartition("@")[2]) for session_id, url in urls.items()
+        }
 
     def test_sessions_are_spread_by_id_and_recorded_together_until_a_process_dies(self, make):
         with make() as recorder:
@@ -204,13 +237,20 @@ class TestSeveralProcesses:
                 assert ask(recorder, session_id).status_code == 200
             for session_id in self.SESSIONS[:4]:
                 recorder.end(Session(session_id=session_id, status="completed", reward=1.0))
-            statuses = {session_id: ask(recorder, session_id, "More").status_code for session_id in self.SESSIONS}
-            assert statuses == dict.fromkeys(self.SESSIONS[:4], 410) | dict.fromkeys(self.SESSIONS[4:], 200)
+            statuses = {
+                session_id: ask(recorder, session_id, "More").status_code
+                for session_id in self.SESSIONS
+            }
+            assert statuses == dict.fromkeys(self.SESSIONS[:4], 410) | dict.fromkeys(
+                self.SESSIONS[4:], 200
+            )
             # another process than its own refuses the session: it would not know of its end
             own, other = recorder._proxies[0], recorder._proxies[1]
             theirs = next(name for name, place in self.places(recorder).items() if place == 0)
             credentials = own.url(theirs).rpartition("@")[0]
-            with httpx.Client(proxy=f"{credentials}@{other.url(theirs).rpartition('@')[2]}", trust_env=False) as client:
+            with httpx.Client(
+                proxy=f"{credentials}@{other.url(theirs).rpartition('@')[2]}", trust_env=False
+            ) as client:
                 assert client.get("http://a.example/").status_code == 407
         files = run_files(recorder.path, "calls")
         assert len(files) == 2
@@ -218,28 +258,43 @@ class TestSeveralProcesses:
         assert recorded == sorted([*self.SESSIONS, *self.SESSIONS[4:]])
         assert load_sessions(recorder.path).keys() == set(self.SESSIONS[:4])
         assert len(json.loads((recorder.path / "run.json").read_text())["recorders"]) == 1
-        assert sorted(path.name for path in recorder.path.glob("*.log")) == ["recorder-1.log", "recorder-2.log"]
+        assert sorted(path.name for path in recorder.path.glob("*.log")) == [
+            "recorder-1.log",
+            "recorder-2.log",
+        ]
         with suppress(RecorderError), make() as again:
             assert self.places(again) == places  # a restart reaches the same processes
             kill(again._processes[1])
             with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
                 again.check()
-            lost = next(session_id for session_id, place in places.items() if place == 1 and session_id > "s3")
+            lost = next(
+                session_id
+                for session_id, place in places.items()
+                if place == 1 and session_id > "s3"
+            )
             with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
                 again.end(Session(session_id=lost, status="completed"))
         assert again._processes[0].ended
 
-    def test_of_recorders_that_start_at_once_on_a_folder_without_a_ca_one_makes_it(self, tmp_path, make, monkeypatch):
+    def test_of_recorders_that_start_at_once_on_a_folder_without_a_ca_one_makes_it(
+        self, tmp_path, make, monkeypatch
+    ):
         (tmp_path / "sitecustomize.py").write_text(COUNT_CAS.format(made=str(tmp_path / "made")))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        recorders = [make(rolltap_out=str(tmp_path / name), key_size="4096") for name in ("one", "two", "three")]
+        recorders = [
+            make(rolltap_out=str(tmp_path / name), key_size="4096")
+            for name in ("one", "two", "three")
+        ]
         with ExitStack() as stack, ThreadPoolExecutor(len(recorders)) as pool:
             starting = [pool.submit(recorder.__enter__) for recorder in recorders]
             for recorder, start in zip(recorders, starting, strict=True):
                 start.result()
                 stack.push(recorder)
             for recorder in recorders:
-                assert [ask(recorder, session).status_code for session in self.SESSIONS[:2]] == [200, 200]
+                assert [ask(recorder, session).status_code for session in self.SESSIONS[:2]] == [
+                    200,
+                    200,
+                ]
         assert (tmp_path / "made").read_text() == "made\n"
 
     def test_a_process_that_does_not_start_is_named_and_none_stays(self, make):

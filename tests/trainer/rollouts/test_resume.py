@@ -49,7 +49,9 @@ def missing(rows, *, sessions=2, further=False):
         ([("-0", "completed"), ("-1", "completed"), ("-2", "completed")], []),
     ],
 )
-def test_a_session_that_says_something_of_the_agent_is_used_again_and_others_are_tried_again(rows, expected):
+def test_a_session_that_says_something_of_the_agent_is_used_again_and_others_are_tried_again(
+    rows, expected
+):
     found = missing([row(f"t-{KEY}.0{place}", status) for place, status in rows])
     assert found == [f"t-{KEY}.0{place}" for place in expected]
 
@@ -57,12 +59,22 @@ def test_a_session_that_says_something_of_the_agent_is_used_again_and_others_are
 def test_the_newest_round_is_gone_on_with_and_a_further_one_comes_after_it():
     rows = [row(f"t-{KEY}.{number}-0", group=f"t-{KEY}.{number}") for number in (0, 9, 10)]
     assert missing(rows) == [f"t-{KEY}.10-1"]
-    assert missing([*rows, row(f"t-{KEY}.10-1")], further=True) == [f"t-{KEY}.11-0", f"t-{KEY}.11-1"]
+    assert missing([*rows, row(f"t-{KEY}.10-1")], further=True) == [
+        f"t-{KEY}.11-0",
+        f"t-{KEY}.11-1",
+    ]
     first = [f"t-{KEY}.0-0", f"t-{KEY}.0-1"]
     assert missing([], further=True) == first
-    others = [row("t-ffffffff.0-0", group="t-ffffffff.0"), row(f"u-{KEY}.0-0", group=f"u-{KEY}.0"), row("x", group="")]
+    others = [
+        row("t-ffffffff.0-0", group="t-ffffffff.0"),
+        row(f"u-{KEY}.0-0", group=f"u-{KEY}.0"),
+        row("x", group=""),
+    ]
     assert missing(others) == first  # of another key or task
-    rows = [row(first[0], group="mine"), row(first[1], group=f"t-{KEY}.7")]  # somebody changed their groups
+    rows = [
+        row(first[0], group="mine"),
+        row(first[1], group=f"t-{KEY}.7"),
+    ]  # somebody changed their groups
     assert missing(rows) == []
     assert missing(rows, further=True) == [f"t-{KEY}.1-0", f"t-{KEY}.1-1"]
 
@@ -78,7 +90,9 @@ def test_the_newest_round_is_gone_on_with_and_a_further_one_comes_after_it():
     ],
 )
 def test_further_groups_are_begun_once_the_sessions_of_the_newest_have_run(last, expected):
-    rows = [row(f"t-{KEY}.{place}") for place in ("0-0", "0-1", "1-0")] + ([row(f"t-{KEY}.1-1", last)] if last else [])
+    rows = [row(f"t-{KEY}.{place}") for place in ("0-0", "0-1", "1-0")] + (
+        [row(f"t-{KEY}.1-1", last)] if last else []
+    )
     assert missing(rows, further=True) == [f"t-{KEY}.{place}" for place in expected]
 
 
@@ -91,24 +105,34 @@ def told(tmp_path, rows, parts, *, further=False):
             writer.add_event(started_event(each, PARTS))
     recorded = Recorded(rows)
     group = recorded.group(TASK, parts, 2, further=further)
-    return resume.resume_lines(tmp_path, recorded, [group], [recorded.missing(group)], further=further)
+    return resume.resume_lines(
+        tmp_path, recorded, [group], [recorded.missing(group)], further=further
+    )
 
 
 def test_it_says_what_it_goes_on_with_and_why_not(tmp_path):
     rows = [row(f"t-{KEY}.0-0"), row(f"t-{KEY}.0-1", "cancelled")]
     assert told(tmp_path / "0", [], PARTS) == []
-    assert told(tmp_path / "1", rows, PARTS) == [f"resumes {tmp_path / '1'}: 1 sessions have ended and are used again"]
+    assert told(tmp_path / "1", rows, PARTS) == [
+        f"resumes {tmp_path / '1'}: 1 sessions have ended and are used again"
+    ]
     changed = {"task": "1", "timeout": "2", "model": "3"}
-    assert told(tmp_path / "2", rows, changed) == ["begins new groups of 1 task: model, timeout changed"]
+    assert told(tmp_path / "2", rows, changed) == [
+        "begins new groups of 1 task: model, timeout changed"
+    ]
     (_, waits) = told(tmp_path / "3", rows, PARTS, further=True)
     assert waits.startswith("completes 1 groups of which sessions are missing")
 
 
-STATUSES = st.sampled_from(["completed", "failed", "timeout", "budget", "unjudged", "infrastructure", "cancelled"])
+STATUSES = st.sampled_from(
+    ["completed", "failed", "timeout", "budget", "unjudged", "infrastructure", "cancelled"]
+)
 
 
 @given(st.lists(STATUSES, max_size=40), st.integers(1, 4))
-def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_twice(statuses, sessions):
+def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_twice(
+    statuses, sessions
+):
     rows: list[Session] = []
     for status in statuses:
         ids = missing(rows, sessions=sessions)
@@ -123,10 +147,19 @@ def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_tw
 
 def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_known(tmp_path):
     write_metadata(tmp_path, {"model": "m"})
-    texts = ("task_id", "group_id", "harness", "policy_version", "harness_version", "program_digest", "preset_digest")
+    texts = (
+        "task_id",
+        "group_id",
+        "harness",
+        "policy_version",
+        "harness_version",
+        "program_digest",
+        "preset_digest",
+    )
     known = {name: f"the {name}" for name in (*texts, "task_digest", "runtime", "image_digest")}
     first, second, ended = (
-        Session(session_id=name, status="completed", reward=1.0, **known) for name in ("first", "second", "ended")
+        Session(session_id=name, status="completed", reward=1.0, **known)
+        for name in ("first", "second", "ended")
     )
     with RunWriter(tmp_path) as writer:
         for session in (second, ended, first):
@@ -139,5 +172,9 @@ def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_
     assert [session.session_id for session in found] == ["first", "second", "later"]
     assert (found[2].task_id, found[2].status) == ("t", "cancelled")
     for session, begun in zip(found[:2], (first, second), strict=True):
-        assert (session.status, session.reward, session.started_at) == ("cancelled", None, begun.started_at)
+        assert (session.status, session.reward, session.started_at) == (
+            "cancelled",
+            None,
+            begun.started_at,
+        )
         assert {name: getattr(session, name) for name in known} == known

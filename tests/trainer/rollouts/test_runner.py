@@ -51,7 +51,9 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder,
     context = context_of(recorder, tmp_path, ONE_CALL)
     sessions = await run([group_of(tmp_path, 0, 1)], context, advance)
     assert sorted({*steps}) == [(0, 2), (1, 2), (2, 2)]
-    assert [phase for phase in ("preparing", "running", "judging") if phase not in " ".join(said)] == []
+    assert [
+        phase for phase in ("preparing", "running", "judging") if phase not in " ".join(said)
+    ] == []
     assert said[-1] == "2 of 2 sessions: 2 completed; mean reward 1"
     recorded = load_sessions(recorder.path)
     assert [recorded[session.session_id] for session in sessions] == sessions
@@ -76,23 +78,41 @@ async def test_of_a_group_only_the_given_sessions_are_run(recorder, tmp_path):
     }
 
 
-async def test_a_task_that_cannot_be_run_does_not_end_the_others_and_is_told_once(recorder, tmp_path, caplog):
+async def test_a_task_that_cannot_be_run_does_not_end_the_others_and_is_told_once(
+    recorder, tmp_path, caplog
+):
     (tmp_path / "empty").mkdir()
     good = Task(id="good", instruction="go", evaluate=["true"])
-    bad = Task(id="bad", instruction="go", evaluate=["true"], workspace=tmp_path / "empty", commit="0123456789abcdef")
+    bad = Task(
+        id="bad",
+        instruction="go",
+        evaluate=["true"],
+        workspace=tmp_path / "empty",
+        commit="0123456789abcdef",
+    )
     groups = [group_of(tmp_path, 0, 1, 2, task=bad), Group(good, "good-g", ["good-g-0"])]
-    sessions = await run(groups, context_of(recorder, tmp_path, ONE_CALL, retries=2, give_up_after=3))
+    sessions = await run(
+        groups, context_of(recorder, tmp_path, ONE_CALL, retries=2, give_up_after=3)
+    )
     found = {each.session_id: (each.status, each.reward) for each in sessions}
-    assert found == {"good-g-0": ("completed", 1.0), **dict.fromkeys(groups[0].session_ids, ("infrastructure", None))}
+    assert found == {
+        "good-g-0": ("completed", 1.0),
+        **dict.fromkeys(groups[0].session_ids, ("infrastructure", None)),
+    }
     assert caplog.text.count("no session of task bad can be run") == 1
 
 
-async def test_a_session_that_waits_for_its_retry_leaves_its_place_to_others(recorder, tmp_path, monkeypatch):
+async def test_a_session_that_waits_for_its_retry_leaves_its_place_to_others(
+    recorder, tmp_path, monkeypatch
+):
     monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 3600.0)
     script = f"test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 1; }}; {ONE_CALL}"
     context = context_of(recorder, tmp_path, script, retries=1, concurrency=1, preparing=1)
     async with runner_of(context) as running:
-        first, second = group_of(tmp_path, 0), Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"])
+        first, second = (
+            group_of(tmp_path, 0),
+            Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"]),
+        )
         waits = await running.submit(first)
         (ended,) = await (await running.submit(second))
         assert (ended.session_id, ended.status) == (f"{tmp_path.name}-b-0", "completed")
@@ -131,7 +151,9 @@ async def test_a_session_that_is_judged_leaves_its_place_to_others(recorder, tmp
     assert [session.reward for session in sessions] == [1.0, 1.0]
 
 
-async def test_a_session_is_prepared_while_the_one_before_it_runs(recorder, tmp_path, monkeypatch, called):
+async def test_a_session_is_prepared_while_the_one_before_it_runs(
+    recorder, tmp_path, monkeypatch, called
+):
     go_on, first_runs = tmp_path / "go", asyncio.Event()
 
     async def of(self, task, starts=Starts.of):
@@ -162,8 +184,12 @@ async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_pa
                 yield box
 
     monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 0.0)
-    for number, seconds in enumerate((0.2, 2, 20)):  # the first limit in which the retry is prepared
-        context = context_of(recorder, tmp_path, ONE_CALL, Stuck(), preparing_timeout=seconds, retries=1)
+    for number, seconds in enumerate(
+        (0.2, 2, 20)
+    ):  # the first limit in which the retry is prepared
+        context = context_of(
+            recorder, tmp_path, ONE_CALL, Stuck(), preparing_timeout=seconds, retries=1
+        )
         group = Group(TASK, f"{tmp_path.name}-{number}", [f"{tmp_path.name}-{number}-0"])
         failed, ended = await run([group], context)
         assert (failed.status, failed.error) == (
@@ -180,7 +206,9 @@ async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, 
     context = context_of(recorder, tmp_path, waits_for(go_on), concurrency=2, ready=1, preparing=2)
     async with runner_of(context) as running:
         kept = group_of(tmp_path, 0, 1)
-        dropped = Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-{index}" for index in range(3)])
+        dropped = Group(
+            TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-{index}" for index in range(3)]
+        )
         results = [await running.submit(kept)]
         for _ in kept.session_ids:  # both run, and no slot is left
             await called.get()
@@ -200,7 +228,9 @@ async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, 
     assert recorded[kept.session_ids[0]].error == "it is not needed"
 
 
-async def test_a_session_is_as_old_as_its_first_call_and_without_one_it_is_not_too_old(recorder, tmp_path, engine):
+async def test_a_session_is_as_old_as_its_first_call_and_without_one_it_is_not_too_old(
+    recorder, tmp_path, engine
+):
     runs, call, go_on = (tmp_path / name for name in ("runs", "call", "go"))
     script = f"touch {runs}; until [ -e {call} ]; do sleep 0.01; done; {waits_for(go_on)}"
     engine.otherwise = lambda request: Say("Hi.", weight_version="3")
@@ -217,7 +247,11 @@ async def test_a_session_is_as_old_as_its_first_call_and_without_one_it_is_not_t
         running.cancel_running(lambda version: version != "3", "too old")
         running.cancel_running(lambda version: version == "3", "its weights are too old")
         (session,) = await result
-    assert (session.status, session.error, session.policy_version) == ("cancelled", "its weights are too old", "3")
+    assert (session.status, session.error, session.policy_version) == (
+        "cancelled",
+        "its weights are too old",
+        "3",
+    )
 
 
 async def test_a_group_of_forks_runs_beside_others(recorder, tmp_path):
@@ -230,7 +264,9 @@ async def test_a_group_of_forks_runs_beside_others(recorder, tmp_path):
         name = f"{tmp_path.name}-fork{number}"
         groups.append(Group(TASK, name, [f"{name}-0"], fork=source))
     ended = {session.group_id: session for session in await run(groups, context)}
-    assert [(session.status, session.reward) for session in (ended[group.group_id] for group in groups)] == [
+    assert [
+        (session.status, session.reward) for session in (ended[group.group_id] for group in groups)
+    ] == [
         ("completed", 1.0),
         ("completed", 1.0),
         ("diverged", None),
@@ -243,7 +279,9 @@ async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_
     program = tmp_path / "program"
     program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
     program.chmod(0o755)
-    context = context_of(recorder, tmp_path, Harness(name="x", program=str(program), headless=["go"]))
+    context = context_of(
+        recorder, tmp_path, Harness(name="x", program=str(program), headless=["go"])
+    )
     digests = []
     monkeypatch.setattr(Task, "digest", lambda task: digests.append(task.id) or "d")
     for number in range(2):
@@ -252,7 +290,9 @@ async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_
     assert digests == ["count"]
 
 
-async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(engine, tmp_path, tokenizer_folder):
+async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(
+    engine, tmp_path, tokenizer_folder
+):
     recorder = Recorder(tmp_path / "run", engine=engine.url, model=tokenizer_folder)
     with suppress(RecorderError), recorder:
         context = context_of(recorder, tmp_path, f"kill -9 {recorder._processes[0].pid}")
@@ -262,13 +302,15 @@ async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(engi
         assert (session.status, session.reward) == ("infrastructure", None)
         assert "the recorder" in session.error
         recorder._processes[0]._process.wait()
-        with pytest.raises(RecorderError, match="the recorder died with status -9"):  # before a session
+        with pytest.raises(
+            RecorderError, match="the recorder died with status -9"
+        ):  # before a session
             await run([group_of(tmp_path, 1)], context)
 
 
 class Played:
-    """Sessions that run until the test ends them: `ends` has the future of each one's status, once it runs, and
-    `contexts` its context."""
+    """Sessions that run until the test ends them: `ends` has the future of each one's status, once
+    it runs, and `contexts` its context."""
 
     def __init__(self):
         self.ends = {}
@@ -310,7 +352,9 @@ class TestWithoutPrograms:
     @pytest.fixture
     def open_runner(self, recorder, tmp_path):
         def open_runner(advance=lambda *_: None, silent=(), **settings):
-            return runner_of(context_of(recorder, tmp_path, "true", **settings), advance, silent=silent)
+            return runner_of(
+                context_of(recorder, tmp_path, "true", **settings), advance, silent=silent
+            )
 
         return open_runner
 
@@ -318,7 +362,9 @@ class TestWithoutPrograms:
     def group(name, *places):
         return Group(TASK, name, [f"{name}-{place}" for place in places])
 
-    async def test_a_block_that_fails_ends_every_session_and_every_result(self, open_runner, played):
+    async def test_a_block_that_fails_ends_every_session_and_every_result(
+        self, open_runner, played
+    ):
         results = []
 
         async def fail():
@@ -339,7 +385,8 @@ class TestWithoutPrograms:
         async with open_runner(retries=1) as running:
             result = await running.submit(self.group("a", 0))
             ending = [
-                asyncio.create_task(played.end(*each)) for each in (("a-0", "infrastructure"), ("a-0~1", "completed"))
+                asyncio.create_task(played.end(*each))
+                for each in (("a-0", "infrastructure"), ("a-0~1", "completed"))
             ]
         await asyncio.gather(*ending)
         assert [session.session_id for session in result.result()] == ["a-0", "a-0~1"]
@@ -369,14 +416,18 @@ class TestWithoutPrograms:
             await asyncio.sleep(0)
         turns = []
         call_soon = loop.call_soon
-        monkeypatch.setattr(loop, "call_soon", lambda *args, **how: turns.append(args) or call_soon(*args, **how))
+        monkeypatch.setattr(
+            loop, "call_soon", lambda *args, **how: turns.append(args) or call_soon(*args, **how)
+        )
         for _ in range(9):
             await asyncio.sleep(0)
         assert len(turns) == 9  # this test's own
         await played.end("a-0")
         await leaving
 
-    async def test_a_group_with_a_name_that_is_used_leaves_the_first_as_it_is(self, open_runner, played):
+    async def test_a_group_with_a_name_that_is_used_leaves_the_first_as_it_is(
+        self, open_runner, played
+    ):
         async with open_runner() as running:
             first = await running.submit(self.group("a", 0))
             with pytest.raises(ValueError, match="is there already"):
@@ -389,7 +440,9 @@ class TestWithoutPrograms:
     ):
         monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 600.0)
         told = []
-        async with open_runner(lambda _, done, total: told.append((done, total)), retries=1) as running:
+        async with open_runner(
+            lambda _, done, total: told.append((done, total)), retries=1
+        ) as running:
             result = await running.submit(self.group("a", 0, 1))
             await played.end("a-0", "infrastructure")
             await until(lambda: running.counts["pausing"])
@@ -402,7 +455,9 @@ class TestWithoutPrograms:
         self, open_runner, played
     ):
         told = []
-        async with open_runner(lambda _, done, total: told.append((done, total)), give_up_after=2) as running:
+        async with open_runner(
+            lambda _, done, total: told.append((done, total)), give_up_after=2
+        ) as running:
             result = await running.submit(self.group("a", *range(5)))
             await played.runs("a-0", "a-1")
             running.cancel("a", "too old")
@@ -425,7 +480,9 @@ class TestWithoutPrograms:
         )
         assert len(sessions) == 3
 
-    async def test_failures_of_all_groups_count_together_while_an_engine_does_not_answer(self, open_runner, played):
+    async def test_failures_of_all_groups_count_together_while_an_engine_does_not_answer(
+        self, open_runner, played
+    ):
         async def run_three_groups_of_which_two_fail():
             async with open_runner(silent=["http://gone"], retries=0, give_up_after=2) as running:
                 for name in "abc":
@@ -433,10 +490,15 @@ class TestWithoutPrograms:
                 for name in "ab":
                     await played.end(f"{name}-0", "infrastructure")
 
-        with pytest.raises(RecorderError, match="gave up after 2 consecutive infrastructure failures; the last, b-0"):
+        with pytest.raises(
+            RecorderError,
+            match="gave up after 2 consecutive infrastructure failures; the last, b-0",
+        ):
             await run_three_groups_of_which_two_fail()
 
-    async def test_a_session_that_fails_in_a_way_that_nobody_thought_of_is_data(self, open_runner, monkeypatch):
+    async def test_a_session_that_fails_in_a_way_that_nobody_thought_of_is_data(
+        self, open_runner, monkeypatch
+    ):
         async def play(*_):
             raise OverflowError("cannot convert float infinity to integer")
 
@@ -444,11 +506,15 @@ class TestWithoutPrograms:
         async with open_runner(retries=2) as running:
             (session,) = await (await running.submit(self.group("nobody-thought-of-it", 0)))
         assert session.status == "infrastructure"
-        assert session.error == (
-            "the session could not be run: OverflowError('cannot convert float infinity to integer')"
+        assert (
+            session.error
+            == "the session could not be run: OverflowError('cannot convert float infinity to"
+            " integer')"
         )
 
-    async def test_a_stop_that_comes_after_the_outcome_changes_nothing_of_it(self, open_runner, monkeypatch):
+    async def test_a_stop_that_comes_after_the_outcome_changes_nothing_of_it(
+        self, open_runner, monkeypatch
+    ):
         has_outcome = asyncio.Event()
 
         async def run_session(context, attempt, enter):
@@ -477,14 +543,18 @@ class TestWithoutPrograms:
             await fail()
         assert (await failing.submit(self.group("a", 0))).cancelled()
 
-    async def test_a_task_that_cannot_be_read_is_data(self, recorder, tmp_path, open_runner, monkeypatch):
+    async def test_a_task_that_cannot_be_read_is_data(
+        self, recorder, tmp_path, open_runner, monkeypatch
+    ):
         monkeypatch.setattr(Task, "digest", lambda task: Path(task.id, "none").read_text())
         async with open_runner(retries=0) as running:
             (session,) = await (await running.submit(self.group("unread", 0)))
         assert session.status == "infrastructure"
         assert "No such file or directory: 'count/none'" in session.error
 
-    async def test_a_group_that_evaluates_has_a_context_of_its_own(self, recorder, tmp_path, played):
+    async def test_a_group_that_evaluates_has_a_context_of_its_own(
+        self, recorder, tmp_path, played
+    ):
         harness = Harness(name="other", program="sh", headless=[])
         rows = SimpleNamespace(first_version=lambda _: "7")
         own = SimpleNamespace(engine=recorder.engine, check=lambda: None, rows=rows)
@@ -507,13 +577,17 @@ class TestWithoutPrograms:
 
         dead = context_of(SimpleNamespace(engine=recorder.engine, check=check), tmp_path, "true")
         with pytest.raises(RecorderError, match="the second recorder died"):
-            async with runner_of(context_of(recorder, tmp_path, "true"), evaluation=dead) as running:
+            async with runner_of(
+                context_of(recorder, tmp_path, "true"), evaluation=dead
+            ) as running:
                 await running.submit(replace(self.group("b", 0), evaluates=True))
 
     async def test_groups_that_evaluate_have_their_share_from_the_start_and_then_what_is_left(
         self, recorder, tmp_path, played
     ):
-        context, own = (context_of(recorder, tmp_path, "true", concurrency=4, ready=0) for _ in range(2))
+        context, own = (
+            context_of(recorder, tmp_path, "true", concurrency=4, ready=0) for _ in range(2)
+        )
         async with runner_of(context, evaluation=own, share=0.5) as running:
             await running.submit(replace(self.group("b", 0, 1, 2), evaluates=True))
             first = await running.submit(self.group("a", 0, 1, 2))
@@ -527,11 +601,16 @@ class TestWithoutPrograms:
                 await played.end(name)
             await played.end("b-2")
             assert [session.session_id for session in await first] == ["a-0", "a-1", "a-2"]
-            assert {name for name, context in played.contexts.items() if context is own} == {"b-0", "b-1", "b-2"}
+            assert {name for name, context in played.contexts.items() if context is own} == {
+                "b-0",
+                "b-1",
+                "b-2",
+            }
 
 
 class PlayedNode:
-    """A node whose sessions run until the test ends them, by an outcome or an error, or end `always` the same way."""
+    """A node whose sessions run until the test ends them, by an outcome or an error, or end
+    `always` the same way."""
 
     def __init__(self, name, running=2, always=None):
         self.name = name
@@ -680,7 +759,10 @@ class TestNodes:
         assert str(why) == "the machine is off"
 
     async def test_a_node_that_only_fails_gets_no_more_and_the_others_go_on(self):
-        bad, good = PlayedNode("bad", always="infrastructure"), PlayedNode("good", always="completed")
+        bad, good = (
+            PlayedNode("bad", always="infrastructure"),
+            PlayedNode("good", always="completed"),
+        )
         async with self.open_runner(bad, good, retries=9) as running:
             groups = [Group(TASK, name, [f"{name}-0", f"{name}-1"]) for name in "abcdefgh"]
             results = [await running.submit(group) for group in groups]
@@ -707,5 +789,7 @@ class TestNodes:
             await second._running["b-0"].wait()
             assert running.running_versions() == {"a-0": "1", "b-0": "1"}
             running.cancel_running(lambda version: version == "1", "too old")
-            assert [[session.status for session in await result] for result in results] == [["cancelled"]] * 2
+            assert [[session.status for session in await result] for result in results] == [
+                ["cancelled"]
+            ] * 2
         assert first.stopped + second.stopped == [("a-0", "too old"), ("b-0", "too old")]

@@ -25,7 +25,13 @@ from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import sandboxed
 from tests.harness.play import tool_call
 from tests.scripted_engine import Say
-from tests.trainer.rollouts.contexts import ONE_CALL, ONE_CALL_TEXT, context_of, pass_time, run_groups
+from tests.trainer.rollouts.contexts import (
+    ONE_CALL,
+    ONE_CALL_TEXT,
+    context_of,
+    pass_time,
+    run_groups,
+)
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 ASK_WITH_TOOL = ONE_CALL_TEXT.replace("{'model': 'm',", f"{{'model': 'm', 'tools': [{TOOL!r}],")
@@ -62,16 +68,24 @@ def timed(row):
     return {name.removesuffix("_seconds") for name in SECONDS if getattr(row, name) is not None}
 
 
-async def test_a_row_has_the_seconds_of_the_phases_that_its_session_reached(play, recorder, monkeypatch):
+async def test_a_row_has_the_seconds_of_the_phases_that_its_session_reached(
+    play, recorder, monkeypatch
+):
     monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
     sent = []
-    monkeypatch.setattr(session_module, "send_spans", lambda clock, attributes: sent.append((clock, attributes)))
+    monkeypatch.setattr(
+        session_module, "send_spans", lambda clock, attributes: sent.append((clock, attributes))
+    )
     row = await play(ONE_CALL)
     assert timed(row) == {"queued", "preparing", "running", "judging"}
     assert row.running_seconds <= (row.finished_at - row.started_at).total_seconds()
     [(clock, attributes)] = sent
     assert {name: getattr(row, f"{name}_seconds") for name in timed(row)} == clock.seconds()
-    assert (attributes["session_id"], attributes["status"], attributes["reward"]) == (row.session_id, "completed", 1.0)
+    assert (attributes["session_id"], attributes["status"], attributes["reward"]) == (
+        row.session_id,
+        "completed",
+        1.0,
+    )
     row = await play(ONE_CALL, runtime=Lacking(), retries=1)
     assert timed(row) == {"queued", "preparing"}
     assert timed(load_sessions(recorder.path)[f"{row.session_id}~1"]) == {"retried", "preparing"}
@@ -108,10 +122,26 @@ NEST = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
 LOOK = ["sh", "-c", "test -s pid || exit 1; ! kill -0 $(cat pid)"]
 STOPPED = ("failed", 1.0, "stopped: it had more processes than the limit")
 SESSIONS = {
-    "time limit": ("test $COLOUR = blue && touch $WORKS && exec sleep 3600", {"timeout": 600, "env": ENV}, LATE),
-    "dead before its judge looks": ("setsid sleep 600 & echo $! > pid", {"evaluate": LOOK}, ("completed", 1.0, None)),
-    "limits": ("for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait", {"limits": Limits(processes=6)}, STOPPED),
-    "folders nested a thousand times": (shlex.join([sys.executable, "-c", NEST]), {}, ("completed", 1.0, None)),
+    "time limit": (
+        "test $COLOUR = blue && touch $WORKS && exec sleep 3600",
+        {"timeout": 600, "env": ENV},
+        LATE,
+    ),
+    "dead before its judge looks": (
+        "setsid sleep 600 & echo $! > pid",
+        {"evaluate": LOOK},
+        ("completed", 1.0, None),
+    ),
+    "limits": (
+        "for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait",
+        {"limits": Limits(processes=6)},
+        STOPPED,
+    ),
+    "folders nested a thousand times": (
+        shlex.join([sys.executable, "-c", NEST]),
+        {},
+        ("completed", 1.0, None),
+    ),
 }
 
 
@@ -138,18 +168,29 @@ class Lacking(ProcessRuntime):
 
 async def test_a_box_that_cannot_be_made_is_no_fault_of_the_agent(play):
     row = await play(ONE_CALL, runtime=Lacking())
-    assert (row.status, row.reward, row.error) == ("infrastructure", None, "the session could not be run: no room")
+    assert (row.status, row.reward, row.error) == (
+        "infrastructure",
+        None,
+        "the session could not be run: no room",
+    )
 
 
-async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_for_again(play, recorder, caplog):
+async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_for_again(
+    play, recorder, caplog
+):
     row = await play(ONE_CALL, runtime=Lacking(), retries=2, image="nope:1")
-    assert (row.status, row.error) == ("infrastructure", "the session could not be run: no image nope:1")
+    assert (row.status, row.error) == (
+        "infrastructure",
+        "the session could not be run: no image nope:1",
+    )
     assert f"{row.session_id}~1" not in load_sessions(recorder.path)
     assert caplog.text.count("no session of task t can be run") == 1
 
 
 async def test_what_a_tool_call_does_is_in_the_suspicions_of_the_row(play, engine, monkeypatch):
-    monkeypatch.setattr(engine, "otherwise", lambda request: Say(tool_call("bash", {"command": "git log --all"})))
+    monkeypatch.setattr(
+        engine, "otherwise", lambda request: Say(tool_call("bash", {"command": "git log --all"}))
+    )
     row = await play(shlex.join([sys.executable, "-c", ASK_WITH_TOOL]))
     assert (row.status, row.suspicions) == ("completed", {"git_history": 1})
 
@@ -172,11 +213,21 @@ def judges(monkeypatch):
 @pytest.mark.parametrize(
     ("result", "status", "error"),
     [
-        (KeyError("of the agent's making"), "unjudged", 'the judge failed: KeyError("of the agent\'s making")'),
-        (OSError("No space left on device"), "infrastructure", "the session could not be run: No space left on device"),
+        (
+            KeyError("of the agent's making"),
+            "unjudged",
+            'the judge failed: KeyError("of the agent\'s making")',
+        ),
+        (
+            OSError("No space left on device"),
+            "infrastructure",
+            "the session could not be run: No space left on device",
+        ),
     ],
 )
-async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, judges, result, status, error):
+async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(
+    play, judges, result, status, error
+):
     judges(result)
     row = await play(ONE_CALL)
     assert (row.status, row.reward, row.error) == (status, None, error)
@@ -188,12 +239,20 @@ async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, j
 @pytest.mark.parametrize(
     ("harness", "error"),
     [
-        (Harness(name="gone", program="no-such-program", headless=[]), "the harness no-such-program cannot be started"),
+        (
+            Harness(name="gone", program="no-such-program", headless=[]),
+            "the harness no-such-program cannot be started",
+        ),
         ("no-such-program", "sh: 1: no-such-program: not found; a shell could not run a command"),
-        ("touch agent; ./agent", "sh: 1: ./agent: Permission denied; a shell could not run a command"),
+        (
+            "touch agent; ./agent",
+            "sh: 1: ./agent: Permission denied; a shell could not run a command",
+        ),
     ],
 )
-async def test_a_program_that_cannot_be_run_is_named_and_is_not_started_again(play, recorder, harness, error):
+async def test_a_program_that_cannot_be_run_is_named_and_is_not_started_again(
+    play, recorder, harness, error
+):
     row = await play(harness, retries=2)
     assert row.status == "infrastructure"
     assert error in row.error
@@ -216,18 +275,25 @@ async def test_a_program_in_a_box_is_recorded_through_the_boxs_own_loopback(play
     assert "@127.0.0.1:3128" in diff
 
 
-async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, judges):
+async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(
+    recorder, tmp_path, judges
+):
     judges(Judged(unjudged="no key"))
     context = context_of(recorder, tmp_path, ONE_CALL, concurrency=1, give_up_after=2)
     task = Task(id="t", instruction="go", evaluate=["true"])
     groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
-    with pytest.raises(RecorderError, match=r"gave up after 2 consecutive .*; the last, unjudged-1: no key"):
+    with pytest.raises(
+        RecorderError, match=r"gave up after 2 consecutive .*; the last, unjudged-1: no key"
+    ):
         await run_groups(groups, context)
 
 
 async def run_tasks(context, name, *tasks):
     """Run two sessions of each task. Return the rows by their ids."""
-    groups = [Group(task, f"{name}-{task.id}", [f"{name}-{task.id}-{n}" for n in range(2)]) for task in tasks]
+    groups = [
+        Group(task, f"{name}-{task.id}", [f"{name}-{task.id}-{n}" for n in range(2)])
+        for task in tasks
+    ]
     rows = await run_groups(groups, context)
     return {row.session_id.removeprefix(f"{name}-"): row for row in rows}
 
@@ -241,7 +307,9 @@ def asked(folder):
     return (folder / "asked").read_text().count("x")
 
 
-async def test_a_judge_that_cannot_run_on_the_start_ends_its_tasks_sessions_before_they_run(recorder, tmp_path):
+async def test_a_judge_that_cannot_run_on_the_start_ends_its_tasks_sessions_before_they_run(
+    recorder, tmp_path
+):
     judge = counting(tmp_path, "echo first; no-such-judge")
     bad = Task(id="bad", instruction="go", evaluate=judge)
     good = Task(id="good", instruction="go", evaluate=["true"])
@@ -255,18 +323,24 @@ async def test_a_judge_that_cannot_run_on_the_start_ends_its_tasks_sessions_befo
     }
     assert asked(tmp_path) == 1
     for name in ("bad-0", "bad-1"):
-        assert rows[name].error == (
-            f"the session could not be run: task 'bad': its judge, {shlex.join(judge)}, has no verdict "
-            "on the untouched start: the judge ended with status 127, and only 0 and 1 are a verdict: 'sh', or "
-            "a program in it, is not there; its output is in bad.start.judge.log; its last line: sh: 1: "
-            "no-such-judge: not found. Install it for the judge, or name another program in its command"
+        assert (
+            rows[name].error
+            == f"the session could not be run: task 'bad': its judge, {shlex.join(judge)}, has no"
+            " verdict on the untouched start: the judge ended with status 127, and only 0 and 1"
+            " are a verdict: 'sh', or a program in it, is not there; its output is in"
+            " bad.start.judge.log; its last line: sh: 1: no-such-judge: not found. Install it"
+            " for the judge, or name another program in its command"
         )
-    assert (recorder.path / "logs" / "bad.start.judge.log").read_text() == "first\nsh: 1: no-such-judge: not found\n"
+    assert (
+        recorder.path / "logs" / "bad.start.judge.log"
+    ).read_text() == "first\nsh: 1: no-such-judge: not found\n"
     events = read_rows(recorder.path, "events", ["untried-bad-0", "untried-bad-1"])
     assert "session_started" not in {event["kind"] for event in events}
 
 
-async def test_a_pytest_judge_without_pytest_names_its_python_before_a_session_runs(recorder, tmp_path):
+async def test_a_pytest_judge_without_pytest_names_its_python_before_a_session_runs(
+    recorder, tmp_path
+):
     command = [sys.executable, "-S", "-m", "pytest"]
     task = Task(id="t", instruction="go", judge={"kind": "pytest", "command": command})
     rows = await run_tasks(context_of(recorder, tmp_path, ONE_CALL), "lacking", task)
@@ -276,7 +350,9 @@ async def test_a_pytest_judge_without_pytest_names_its_python_before_a_session_r
     )
 
 
-async def test_a_judge_is_tried_once_and_not_where_it_has_judged_sessions_of_the_run(recorder, tmp_path):
+async def test_a_judge_is_tried_once_and_not_where_it_has_judged_sessions_of_the_run(
+    recorder, tmp_path
+):
     task = Task(id="t", instruction="go", evaluate=counting(tmp_path, "exit 1"))
     context = context_of(recorder, tmp_path, ONE_CALL)
     rows = await run_tasks(context, "once", task)
@@ -295,10 +371,12 @@ async def test_a_judge_that_runs_and_has_no_verdict_on_the_start_is_told_once_an
     rows = await run_tasks(context, "told", task)
     assert [row.reward for row in rows.values()] == [1.0, 1.0]
     (message,) = [record.message for record in caplog.records if "verdict" in record.message]
-    assert message == (
-        "task t: its judge, grep -q good answer.txt, has no verdict on the untouched start: the judge ended with "
-        "status 2, and only 0 and 1 are a verdict; its output is in t.start.judge.log; its last line: grep: "
-        "answer.txt: No such file or directory. A session that leaves it so is unjudged"
+    assert (
+        message
+        == "task t: its judge, grep -q good answer.txt, has no verdict on the untouched start: the"
+        " judge ended with status 2, and only 0 and 1 are a verdict; its output is in"
+        " t.start.judge.log; its last line: grep: answer.txt: No such file or directory. A"
+        " session that leaves it so is unjudged"
     )
 
 
@@ -317,7 +395,9 @@ async def test_a_judge_of_what_the_agent_is_to_make_lacks_nothing(recorder, tmp_
     task = Task(id="t", instruction="Write solve.sh. Install frobnicate.", evaluate=judge)
     make = "printf '#!/bin/sh\n' > solve.sh && chmod +x solve.sh"
     rows = await run_tasks(
-        context_of(recorder, tmp_path, f"{ONE_CALL}; {make}"), f"made-{len(shlex.join(judge))}", task
+        context_of(recorder, tmp_path, f"{ONE_CALL}; {make}"),
+        f"made-{len(shlex.join(judge))}",
+        task,
     )
     assert {row.status for row in rows.values()} <= {"completed", "unjudged"}
 
@@ -335,7 +415,9 @@ async def test_a_function_and_a_model_are_not_tried_and_programs_among_several_j
     assert asked(tmp_path) == 1
 
 
-async def test_rules_that_fail_on_what_an_agent_did_do_not_end_the_rollout(play, monkeypatch, caplog):
+async def test_rules_that_fail_on_what_an_agent_did_do_not_end_the_rollout(
+    play, monkeypatch, caplog
+):
     def broken(*_):
         raise KeyError("of the agent's making")
 

@@ -1,4 +1,5 @@
-"""A rollout of 16 sessions on a bad day: nothing is lost, nothing is run twice, nothing is left behind."""
+"""A rollout of 16 sessions on a bad day: nothing is lost, nothing is run twice, nothing is left
+behind."""
 
 from collections import Counter
 
@@ -39,12 +40,27 @@ def test_it_was_a_bad_day_and_the_rollout_ended_all_the_same(soaked, rows):
 def test_no_session_is_lost_or_run_twice(soaked, rows):
     ids = [row["session_id"] for row in rows]
     assert len(set(ids)) == len(ids)
-    begun = [row["session_id"] for row in read_rows(soaked[0] / "run", "events") if row["kind"] == "session_started"]
+    begun = [
+        row["session_id"]
+        for row in read_rows(soaked[0] / "run", "events")
+        if row["kind"] == "session_started"
+    ]
     assert len(set(begun)) == len(begun)
     assert {*begun} <= {*ids}
     assert all("no box for the " in row["error"] for row in rows if row["session_id"] not in begun)
-    assert len({SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in NOT_RUN}) == 16
-    ended = Counter(SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in RERUN)
+    assert (
+        len(
+            {
+                SessionName.parse(row["session_id"]).place
+                for row in rows
+                if row["status"] not in NOT_RUN
+            }
+        )
+        == 16
+    )
+    ended = Counter(
+        SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in RERUN
+    )
     assert set(ended.values()) == {1}
 
 
@@ -57,7 +73,9 @@ def test_the_ledger_adds_up_and_the_run_is_sound(soaked):
     run = rolltap.open_run(soaked[0] / "run")
     ledger = run.ledger()
     assert ledger.sampled == ledger.trained + sum(ledger.left_out.values()) > 0
-    assert ledger.sampled == sum(len(call.completion_ids) for calls in run.calls.values() for call in calls)
+    assert ledger.sampled == sum(
+        len(call.completion_ids) for calls in run.calls.values() for call in calls
+    )
     assert {"infrastructure", "cancelled"} <= set(ledger.left_out)
     assert run.verify(progress=False).sound
 

@@ -35,13 +35,32 @@ class Elsewhere(ProcessRuntime):
 
 
 async def parts(
-    *, model="m", weights="default", options=None, budget=None, digest="d", timeout=60, runtime=None, task=None, **known
+    *,
+    model="m",
+    weights="default",
+    options=None,
+    budget=None,
+    digest="d",
+    timeout=60,
+    runtime=None,
+    task=None,
+    **known,
 ):
-    config = RolloutConfig.of({"timeout": timeout, "recorder": options or {}, "budget": budget or {}})
+    config = RolloutConfig.of(
+        {"timeout": timeout, "recorder": options or {}, "budget": budget or {}}
+    )
     task = task or TASK
     recorder = SimpleNamespace(model=str(model))
     context = SessionContext(
-        config, HARNESS, runtime or ProcessRuntime(), recorder, None, None, Known(**known), {}, {"t": digest}
+        config,
+        HARNESS,
+        runtime or ProcessRuntime(),
+        recorder,
+        None,
+        None,
+        Known(**known),
+        {},
+        {"t": digest},
     )
     return key_parts(await key_values(task, context, weights))
 
@@ -71,7 +90,9 @@ async def test_each_of_them_changes_the_key_and_is_named(changed, name):
 async def test_the_preset_changes_the_key(monkeypatch):
     known = await parts()
     gone = TASK.model_copy(update={"image": "gone"})
-    assert (await parts(task=gone))["task"] == known["task"]  # an image that cannot be had does not end the rollout
+    assert (await parts(task=gone))["task"] == known[
+        "task"
+    ]  # an image that cannot be had does not end the rollout
     monkeypatch.setitem(globals(), "HARNESS", HARNESS.model_copy(update={"env": {"A": "1"}}))
     assert changed_parts(known, await parts()) == ["harness"]
 
@@ -81,6 +102,10 @@ async def test_what_decides_nothing_does_not_change_it(tmp_path, monkeypatch):
     assert await parts(options=free) == await parts()
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert await parts() == await parts(model=tmp_path / "m") == await parts(model=f"../{tmp_path.name}/m")
+    assert (
+        await parts()
+        == await parts(model=tmp_path / "m")
+        == await parts(model=f"../{tmp_path.name}/m")
+    )
     own = TASK.model_copy(update={"timeout": 5})
     assert await parts(task=own, timeout=60) == await parts(task=own, timeout=61)

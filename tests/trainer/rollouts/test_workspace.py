@@ -45,17 +45,24 @@ ALL = ("--depth=2", "--no-single-branch")
 APART = ("--no-checkout", "--separate-git-dir=elsewhere", "repository")
 FORMS = {
     "checkout": lambda folder, base: folder,
-    "one pack with bitmap": lambda folder, base: git(folder, "repack", "-q", "-a", "-d", "-b") or folder,
+    "one pack with bitmap": lambda folder, base: (
+        git(folder, "repack", "-q", "-a", "-d", "-b") or folder
+    ),
     "worktree": lambda folder, base: folder.parent / "repository-worktree",
     "bare mirror": lambda folder, base: clone(folder, "mirror.git", "--mirror", "repository"),
-    "alternates": lambda folder, base: clone(folder, "shared", "--shared", "--no-checkout", "repository", base=base),
+    "alternates": lambda folder, base: clone(
+        folder, "shared", "--shared", "--no-checkout", "repository", base=base
+    ),
     "separate git folder": lambda folder, base: clone(folder, "separate", *APART, base=base),
-    "shallow clone": lambda folder, base: clone(folder, "shallow", *ALL, f"file://{folder}", base=base),
+    "shallow clone": lambda folder, base: clone(
+        folder, "shallow", *ALL, f"file://{folder}", base=base
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("form", "by_id"), [(form, by_id) for form in FORMS for by_id in (True, False) if by_id or form != "bare mirror"]
+    ("form", "by_id"),
+    [(form, by_id) for form in FORMS for by_id in (True, False) if by_id or form != "bare mirror"],
 )
 def test_nothing_of_the_later_history_can_be_found_in_a_start(repository, tmp_path, form, by_id):
     folder, base = repository
@@ -68,15 +75,31 @@ def test_nothing_of_the_later_history_can_be_found_in_a_start(repository, tmp_pa
     assert git(start, "rev-parse", "HEAD") == base
     assert git(start, "status", "--porcelain") == ""
     reached = set(git(start, "rev-list", "--objects", "--no-object-names", "--all").split())
-    assert set(git(start, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").split()) == reached
+    assert (
+        set(git(start, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").split())
+        == reached
+    )
     assert git(start, "fsck", "--full", "--lost-found", "--strict") == ""
     assert git(start, "stash", "list") == git(start, "remote") == git(start, "notes", "list") == ""
     assert git(start, "worktree", "list").splitlines() == [f"{start}  {base[:7]} [main]"]
     refs = git(start, "for-each-ref", "--format=%(refname) %(objecttype)").splitlines()
-    assert refs == ["refs/heads/main commit", "refs/tags/v1 commit", "refs/tags/v1-annotated commit"]
+    assert refs == [
+        "refs/heads/main commit",
+        "refs/tags/v1 commit",
+        "refs/tags/v1-annotated commit",
+    ]
     names = {path.name for path in (start / ".git").rglob("*")}
     assert (start / ".git").is_dir()
-    assert not names & {"ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "logs", "alternates", "hooks", "grafts", "worktrees"}
+    assert not names & {
+        "ORIG_HEAD",
+        "FETCH_HEAD",
+        "MERGE_HEAD",
+        "logs",
+        "alternates",
+        "hooks",
+        "grafts",
+        "worktrees",
+    }
     settings = git(start, "config", "--local", "--name-only", "--list").split()
     assert settings == ["core.repositoryformatversion", "core.filemode", "core.bare"]
 
@@ -92,9 +115,19 @@ def test_a_shallow_checkout_stays_shallow_and_a_partial_clone_that_lacks_files_i
     git(tmp_path, "clone", "--quiet", "--depth=2", f"file://{folder}", "shallow")
     start = start_of(tmp_path, make_task(workspace=tmp_path / "shallow", commit=last)).folder
     assert git(start, "log", "--format=%s").splitlines() == ["number 3", "number 2"]
-    with pytest.raises(InputError, match=r"task 't': .*shallow has no commit 1234567: fetch it there"):
+    with pytest.raises(
+        InputError, match=r"task 't': .*shallow has no commit 1234567: fetch it there"
+    ):
         start_of(tmp_path, make_task(workspace=tmp_path / "shallow", commit="1234567"))
-    git(tmp_path, "clone", "--quiet", "--filter=blob:none", "--no-checkout", f"file://{folder}", "partial")
+    git(
+        tmp_path,
+        "clone",
+        "--quiet",
+        "--filter=blob:none",
+        "--no-checkout",
+        f"file://{folder}",
+        "partial",
+    )
     with pytest.raises(InputError, match=r"`git pack-objects` failed in .*partial: "):
         start_of(tmp_path, make_task(workspace=tmp_path / "partial", commit=last))
 
@@ -107,7 +140,9 @@ def test_a_checkout_of_another_user_is_read(repository, tmp_path):
     assert find_secret(start_of(tmp_path, make_task(workspace=folder, commit=base)).folder) == []
 
 
-def test_a_start_keeps_what_is_not_committed_and_one_with_a_commit_has_the_files_of_the_commit(repository, tmp_path):
+def test_a_start_keeps_what_is_not_committed_and_one_with_a_commit_has_the_files_of_the_commit(
+    repository, tmp_path
+):
     folder, base = repository
     (folder / "code.py").write_text("changed = 1\n")
     (folder / "staged.py").write_text("new = 1\n")
@@ -148,15 +183,21 @@ def test_a_submodule_has_the_history_up_to_its_commit(repository, tmp_path):
         assert git(start, "status", "--porcelain") == ""
     shutil.rmtree(outer / "part")
     (outer / "part").mkdir()
-    with pytest.raises(InputError, match=r"has the submodule part, which is not there: run `git -C .* --init`"):
+    with pytest.raises(
+        InputError, match=r"has the submodule part, which is not there: run `git -C .* --init`"
+    ):
         start_of(tmp_path, make_task(workspace=outer, commit=outer_commit))
 
 
 def test_files_that_git_lfs_keeps_are_refused_with_a_commit(tmp_path):
     folder = new_repository(tmp_path / "large")
     commit(folder, "sub/.gitattributes", "*.bin filter=lfs\n")
-    base = commit(folder, "sub/x.bin", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(InputError, match=r"sub/x\.bin of commit .* is kept by Git LFS: check the commit out"):
+    base = commit(
+        folder, "sub/x.bin", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
+    with pytest.raises(
+        InputError, match=r"sub/x\.bin of commit .* is kept by Git LFS: check the commit out"
+    ):
         start_of(tmp_path, make_task(workspace=folder, commit=base))
     assert start_of(tmp_path, make_task(workspace=folder)).folder.is_dir()
 
@@ -168,7 +209,13 @@ def test_hooks_filters_and_settings_of_the_checkout_run_nothing(repository, tmp_
         hook = folder / ".git" / "hooks" / name
         hook.write_text(f"#!/bin/sh\ntouch {proof}\n")
         hook.chmod(0o755)
-    for name in ("core.fsmonitor", "core.pager", "filter.x.smudge", "filter.x.clean", "core.sshCommand"):
+    for name in (
+        "core.fsmonitor",
+        "core.pager",
+        "filter.x.smudge",
+        "filter.x.clean",
+        "core.sshCommand",
+    ):
         git(folder, "config", name, f"touch {proof}")
     (folder / ".gitattributes").write_text("* filter=x\n")
     start_of(tmp_path, make_task(workspace=folder))
@@ -184,10 +231,22 @@ def plant_links(folder):
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
-        (lambda folder: os.mkfifo(folder / "pipe"), r"pipe is a FIFO: a workspace starts with files"),
-        (lambda folder: (folder / "out").symlink_to("../secret"), r"out is a symlink to \.\./secret, outside"),
-        (lambda folder: (folder / "out").symlink_to("/etc/passwd"), r"out is a symlink to /etc/passwd, outside"),
-        (lambda folder: (folder / "out").symlink_to("../workspace/a"), r"symlink to \.\./workspace/a, outside"),
+        (
+            lambda folder: os.mkfifo(folder / "pipe"),
+            r"pipe is a FIFO: a workspace starts with files",
+        ),
+        (
+            lambda folder: (folder / "out").symlink_to("../secret"),
+            r"out is a symlink to \.\./secret, outside",
+        ),
+        (
+            lambda folder: (folder / "out").symlink_to("/etc/passwd"),
+            r"out is a symlink to /etc/passwd, outside",
+        ),
+        (
+            lambda folder: (folder / "out").symlink_to("../workspace/a"),
+            r"symlink to \.\./workspace/a, outside",
+        ),
         (plant_links, r"out is a symlink to sub/up/\.\./secret, outside"),
     ],
 )
@@ -202,7 +261,9 @@ def test_what_a_workspace_cannot_start_with_is_named(tmp_path, plant, message):
 @pytest.mark.usefixtures("repository")
 def test_a_bare_repository_in_a_workspace_is_refused(tmp_path):
     git(tmp_path, "clone", "--quiet", "--bare", "repository", "outer/hidden")
-    with pytest.raises(InputError, match="hidden is a bare git repository, which shows later history"):
+    with pytest.raises(
+        InputError, match="hidden is a bare git repository, which shows later history"
+    ):
         start_of(tmp_path, make_task(workspace=tmp_path / "outer"))
     with pytest.raises(InputError, match="hidden is a bare git repository: give 'commit'"):
         start_of(tmp_path, make_task(workspace=tmp_path / "outer" / "hidden"))
@@ -219,7 +280,9 @@ def test_an_unreadable_file_and_a_broken_repository_are_named(tmp_path, monkeypa
         start_of(tmp_path, make_task(workspace=tmp_path / "workspace"))
     (tmp_path / "workspace" / ".git").write_text("gitdir: /nowhere\n")
     (tmp_path / "workspace" / "closed").unlink()
-    with pytest.raises(InputError, match=r"task 't': `git rev-parse` failed in .*workspace: .*/nowhere"):
+    with pytest.raises(
+        InputError, match=r"task 't': `git rev-parse` failed in .*workspace: .*/nowhere"
+    ):
         start_of(tmp_path, make_task(workspace=tmp_path / "workspace"))
 
 
@@ -251,12 +314,21 @@ def test_copies_keep_links_and_modes_and_share_nothing(tmp_path):
 
 
 def test_files_are_laid_over_the_workspace(tmp_path):
-    for name, text in (("workspace/a", "old"), ("more/a", "new"), ("more/sub/b", "b"), ("single", "one")):
+    for name, text in (
+        ("workspace/a", "old"),
+        ("more/a", "new"),
+        ("more/sub/b", "b"),
+        ("single", "one"),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     files = {".": tmp_path / "more", "deep/x": tmp_path / "single"}
     start = start_of(tmp_path, make_task(workspace=tmp_path / "workspace", files=files)).folder
-    found = {str(path.relative_to(start)): path.read_text() for path in start.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(start)): path.read_text()
+        for path in start.rglob("*")
+        if path.is_file()
+    }
     assert found == {"a": "new", "sub/b": "b", "deep/x": "one"}
 
 
@@ -265,7 +337,9 @@ def test_a_start_is_made_once_and_its_digest_is_of_its_content(repository, tmp_p
 
     async def make():
         starts = Starts(tmp_path / "starts", None)
-        return await asyncio.gather(*(starts.of(make_task(workspace=folder, commit=base)) for _ in range(3)))
+        return await asyncio.gather(
+            *(starts.of(make_task(workspace=folder, commit=base)) for _ in range(3))
+        )
 
     first, second, third = asyncio.run(make())
     assert first is second is third
@@ -321,7 +395,9 @@ async def test_a_start_that_would_be_another_one_when_it_is_made_again_is_refuse
     await starts.of(task)
     await starts.of(task_of(tmp_path, "b"))
     (task.workspace / "file").write_text("changed")
-    with pytest.raises(InputError, match=r"task 'a': its start has changed since .*: leave its folder alone"):
+    with pytest.raises(
+        InputError, match=r"task 'a': its start has changed since .*: leave its folder alone"
+    ):
         await starts.of(task)
 
 
@@ -350,7 +426,11 @@ def test_a_start_in_an_image_keeps_its_files_and_ends_at_the_commit(repository, 
     start = start_of(tmp_path, task, Images()).folder
     assert find_secret(start) == []
     assert git(start, "rev-parse", "HEAD") == base
-    assert git(start, "status", "--porcelain").splitlines() == ["?? built.so", "?? python", "?? setup.py"]
+    assert git(start, "status", "--porcelain").splitlines() == [
+        "?? built.so",
+        "?? python",
+        "?? setup.py",
+    ]
     assert [*start.parent.iterdir()] == [start]
 
 
@@ -359,8 +439,14 @@ def test_an_image_without_what_the_task_names_is_refused(tmp_path):
     task = make_task(image="image", workdir=str(tmp_path / "none"))
     with pytest.raises(InputError, match=r"task 't': the image image has no folder .*none"):
         start_of(tmp_path, task, Images())
-    with pytest.raises(InputError, match="task 't': the image has no git checkout, so it has no commit 1234567"):
-        start_of(tmp_path, make_task(image="i", workdir=str(tmp_path / "plain"), commit="1234567"), Images())
+    with pytest.raises(
+        InputError, match="task 't': the image has no git checkout, so it has no commit 1234567"
+    ):
+        start_of(
+            tmp_path,
+            make_task(image="i", workdir=str(tmp_path / "plain"), commit="1234567"),
+            Images(),
+        )
 
 
 def test_a_task_without_workspace_and_an_optional_image_start_with_no_files(tmp_path):

@@ -20,7 +20,8 @@ TOKENS = st.lists(st.integers(0, 2), max_size=3)
 
 @st.composite
 def session_calls(draw, session_id):
-    """Draw the calls of one session: continuations, retries and unrelated prompts over few distinct tokens.
+    """Draw the calls of one session: continuations, retries and unrelated prompts over few distinct
+    tokens.
 
     Log-probabilities are exact in float32. Parents are not linked.
     """
@@ -37,10 +38,16 @@ def session_calls(draw, session_id):
         completion_ids = draw(TOKENS)
         logprobs = [-(number + 1) - i / 64 for i in range(len(completion_ids))]
         logprobs = draw(
-            st.sampled_from([logprobs, logprobs, logprobs, [], [*logprobs, -1.0], [math.nan] * len(logprobs)])
+            st.sampled_from(
+                [logprobs, logprobs, logprobs, [], [*logprobs, -1.0], [math.nan] * len(logprobs)]
+            )
         )
         version = draw(st.sampled_from(["1", "2"]))
-        spans = [VersionSpan(version=version, start=0, end=len(completion_ids))] if completion_ids else []
+        spans = (
+            [VersionSpan(version=version, start=0, end=len(completion_ids))]
+            if completion_ids
+            else []
+        )
         calls.append(
             Call(
                 session_id=session_id,
@@ -89,16 +96,30 @@ def traces_of(run, strategy="prefix_merging"):
 
 def import_line(call, session):
     """Return a call as a line that `rolltap import` reads."""
-    of_call = ["session_id", "call_id", "completion_ids", "logprobs", "finish_reason", "role", "status", "parent_id"]
+    of_call = [
+        "session_id",
+        "call_id",
+        "completion_ids",
+        "logprobs",
+        "finish_reason",
+        "role",
+        "status",
+        "parent_id",
+    ]
     line = {name: getattr(call, name) for name in of_call}
     line |= {name: getattr(session, name) for name in ("task_id", "group_id", "harness", "reward")}
     version = call.weight_versions[0].version if call.weight_versions else "1"
-    line |= {"prompt_ids": list(call.prompt_ids), "started_at": call.started_at.isoformat(), "policy_version": version}
+    line |= {
+        "prompt_ids": list(call.prompt_ids),
+        "started_at": call.started_at.isoformat(),
+        "policy_version": version,
+    }
     return json.dumps(line)
 
 
 def record(run, sessions, **metadata):
-    """Write sessions as a recorder does: linked calls, prompts as suffixes of their parents, an event for each call."""
+    """Write sessions as a recorder does: linked calls, prompts as suffixes of their parents, an
+    event for each call."""
     rows = [Event(kind="unauthorised", host="example.com")]
     for session, calls in sessions:
         for call in linked(calls):
@@ -132,7 +153,11 @@ def make_run(run, *sessions, **metadata):
 def shell(session_id, number, command, **fields):
     """Return a call that runs a shell command and ends half a second after its start."""
     ended = START + timedelta(seconds=number, milliseconds=500)
-    return make_call(number, session_id=session_id, **{"reply": says("", command), "finished_at": ended, **fields})
+    return make_call(
+        number,
+        session_id=session_id,
+        **{"reply": says("", command), "finished_at": ended, **fields},
+    )
 
 
 def ids_of(run):

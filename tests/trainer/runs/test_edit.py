@@ -28,7 +28,15 @@ from rolltap.trainer.traces.tables import TRAINED_SCHEMA
 from rolltap.trainer.traces.trained import read_trained, trained_batch
 from tests.deep import examples
 from tests.factories import add_rows, make_call, make_session
-from tests.trainer.runs.recorded_runs import ids_of, ignore, make_run, record, recorded_sessions, rows_of, traces_of
+from tests.trainer.runs.recorded_runs import (
+    ids_of,
+    ignore,
+    make_run,
+    record,
+    recorded_sessions,
+    rows_of,
+    traces_of,
+)
 
 
 @pytest.fixture
@@ -37,7 +45,8 @@ def run(tmp_path):
 
 
 def lose_the_first_call(run):
-    """Change the tokens of the first call, so that its digest does not match, and return the file."""
+    """Change the tokens of the first call, so that its digest does not match, and return the
+    file."""
     [path] = run_files(run, "calls")
     with SegmentReader(path) as reader:
         [rows] = [batch.to_pylist() for _, batch in reader]
@@ -49,14 +58,20 @@ def lose_the_first_call(run):
 
 
 def output(*arguments):
-    result = CliRunner().invoke(rolltap, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        rolltap, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0
     return result.stdout
 
 
 class TestSplit:
     def test_a_split_by_a_field_has_a_run_for_each_value(self, tmp_path):
-        sessions = [make_session("s", harness="a/b"), make_session("t", harness=".x"), make_session("u", harness="a/b")]
+        sessions = [
+            make_session("s", harness="a/b"),
+            make_session("t", harness=".x"),
+            make_session("u", harness="a/b"),
+        ]
         run = make_run(tmp_path / "run", *sessions, tokenizer_sha256="one")
         add_rows(run, make_call("a", session_id="v"))
         parts = {"a%2Fb": ["s", "u"], "%2Ex": ["t"], "_none": ["v"]}
@@ -69,13 +84,20 @@ class TestSplit:
     def test_events_of_no_session_are_in_the_first_part(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s", status="failed"), make_session("t"))
         split_run(run, tmp_path / "out", "status", ignore)
-        events = {part: list(read_rows(tmp_path / "out" / part, "events")) for part in ("failed", "completed")}
+        events = {
+            part: list(read_rows(tmp_path / "out" / part, "events"))
+            for part in ("failed", "completed")
+        }
         assert [event["session_id"] for event in events["failed"]] == [None, "s", "s", "s"]
         assert [event["session_id"] for event in events["completed"]] == ["t", "t", "t"]
 
     def test_even_parts_keep_groups_whole(self, tmp_path):
         groups = {"a": 3, "b": 1, "c": 2, "d": 1}
-        sessions = [make_session(f"{name}{i}", group_id=name) for name, size in groups.items() for i in range(size)]
+        sessions = [
+            make_session(f"{name}{i}", group_id=name)
+            for name, size in groups.items()
+            for i in range(size)
+        ]
         run = make_run(tmp_path / "run", *sessions)
         assert split_run(run, tmp_path / "out", 2, ignore) == {"part-0": 4, "part-1": 3}
         assert ids_of(tmp_path / "out" / "part-0") == ["a0", "a1", "a2", "d0"]
@@ -114,8 +136,21 @@ class TestFilter:
         run = make_run(
             tmp_path / "run",
             make_session("s"),
-            make_session("t", reward=0.5, policy_version="2", runtime="sandbox", suspicions={"git_history": 3}),
-            make_session("u", "timeout", harness="x", reward=None, task_id="other", suspicions={"odd_files": 0}),
+            make_session(
+                "t",
+                reward=0.5,
+                policy_version="2",
+                runtime="sandbox",
+                suspicions={"git_history": 3},
+            ),
+            make_session(
+                "u",
+                "timeout",
+                harness="x",
+                reward=None,
+                task_id="other",
+                suspicions={"odd_files": 0},
+            ),
         )
         add_rows(run, make_call("a", session_id="v"))
         out = tmp_path / "out"
@@ -141,15 +176,23 @@ class TestFilter:
             make_call("other", [9], [9]),
         ]
         run = tmp_path / "run"
-        record(run, [(make_session("s"), calls), (make_session("t"), [make_call("root", session_id="t")])])
-        add_rows(run, *(Event(kind="replayed", session_id="s", call_id=name) for name in ("side", "helper")))
+        record(
+            run,
+            [(make_session("s"), calls), (make_session("t"), [make_call("root", session_id="t")])],
+        )
+        add_rows(
+            run,
+            *(Event(kind="replayed", session_id="s", call_id=name) for name in ("side", "helper")),
+        )
         assert filter_run(run, tmp_path / "out", Filter(roles=["subagent"]), ignore) == 1
         kept = {call.call_id: call for call in RecordedCalls(tmp_path / "out")["s"]}
         roles = {call_id: call.role for call_id, call in kept.items()}
         assert roles == {"root": "agent", "helper": "subagent", "deeper": "subagent"}
         assert kept["deeper"].prompt_ids == [1, 2, 5, 6, 7]
         assert build_traces(list(kept.values()), "per_request")[1].left_out == {}
-        events = [(event["kind"], event["call_id"]) for event in read_rows(tmp_path / "out", "events")]
+        events = [
+            (event["kind"], event["call_id"]) for event in read_rows(tmp_path / "out", "events")
+        ]
         started = [("call_started", name) for name in ("root", "helper", "deeper")]
         assert events == [*started, ("refused", None), ("replayed", "helper")]
         assert ids_of(tmp_path / "out") == ["s"]
@@ -172,22 +215,31 @@ class TestMerge:
     def test_small_commits_of_all_runs_become_large_batches_in_one_file_a_table(self, tmp_path):
         runs = [make_run(tmp_path / f"{i}", make_session(f"s{i}", group_id="")) for i in range(10)]
         assert merge_runs(runs, tmp_path / "out", ignore) == (10, [])
-        assert [len(run_files(tmp_path / "out", table)) for table in ("calls", "sessions", "events")] == [1, 1, 1]
-        assert rows_of(tmp_path / "out")["events"] == sum((rows_of(run)["events"] for run in runs), Counter())
+        assert [
+            len(run_files(tmp_path / "out", table)) for table in ("calls", "sessions", "events")
+        ] == [1, 1, 1]
+        assert rows_of(tmp_path / "out")["events"] == sum(
+            (rows_of(run)["events"] for run in runs), Counter()
+        )
 
     @pytest.mark.parametrize("key", ["tokenizer_sha256", "chat_template_sha256"])
     @pytest.mark.parametrize("other", [None, "other"])
     def test_runs_of_another_model_are_refused(self, tmp_path, key, other):
         a = make_run(tmp_path / "a", make_session("s"), **{key: "one"})
         b = make_run(tmp_path / "b", make_session("t"), **({key: other} if other else {}))
-        with pytest.raises(InputError, match=f"do not have the same {key.removesuffix('_sha256').replace('_', ' ')}"):
+        with pytest.raises(
+            InputError,
+            match=f"do not have the same {key.removesuffix('_sha256').replace('_', ' ')}",
+        ):
             merge_runs([a, b], tmp_path / "out", ignore)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
     def test_a_session_with_the_same_content_in_two_runs_is_refused(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
         b = make_run(tmp_path / "b", make_session("s", reward=0.0), make_session("t"))
-        with pytest.raises(InputError, match="both have session t, with the same content: leave one run out"):
+        with pytest.raises(
+            InputError, match="both have session t, with the same content: leave one run out"
+        ):
             merge_runs([a, b], tmp_path / "out", ignore)
         assert not (tmp_path / "out").exists()
 
@@ -196,7 +248,15 @@ class TestMerge:
         b = make_run(tmp_path / "b", make_session("s"), make_session("u"))
         numbers = dict.fromkeys(TRAINED_SCHEMA.names, 0) | {"left_out": [], "spans": []}
         values = {"differences": np.float16([-0.1]), "weights": np.float32([0.3])}
-        row = {**numbers, **values, "version": "v", "session_id": "s", "group_id": "g", "reason": None, "digest": ""}
+        row = {
+            **numbers,
+            **values,
+            "version": "v",
+            "session_id": "s",
+            "group_id": "g",
+            "reason": None,
+            "digest": "",
+        }
         routing = Routing(session_id="s", call_id="a", layers=1, top_k=1, experts=b"\0")
         with RunWriter(add_rows(b, routing, started_event(make_session("s")))) as writer:
             writer.add_batch("trained", trained_batch([row]))
@@ -213,30 +273,50 @@ class TestMerge:
         assert merged["b.s"].reward == 1.0
         assert verify_run(tmp_path / "out", ignore).findings == verify_run(b, ignore).findings
         calls = RecordedCalls(tmp_path / "out")
-        assert [call.prompt_ids for call in calls["b.s"]] == [call.prompt_ids for call in RecordedCalls(b)["s"]]
-        [started] = [row for row in read_rows(tmp_path / "out", "events") if row["kind"] == "session_started"]
+        assert [call.prompt_ids for call in calls["b.s"]] == [
+            call.prompt_ids for call in RecordedCalls(b)["s"]
+        ]
+        [started] = [
+            row for row in read_rows(tmp_path / "out", "events") if row["kind"] == "session_started"
+        ]
         assert (started["session_id"], json.loads(started["detail"])["group_id"]) == ("b.s", "b.g")
         [trained] = read_trained(tmp_path / "out")
         assert (trained.session_id, trained.group_id) == ("b.s", "b.g")
-        assert read_metadata(tmp_path / "out")["merged_from"] == [{"run": "a"}, {"run": "b", "prefix": "b."}]
+        assert read_metadata(tmp_path / "out")["merged_from"] == [
+            {"run": "a"},
+            {"run": "b", "prefix": "b."},
+        ]
 
-    def test_groups_of_equal_name_of_two_runs_stay_two_and_parts_of_one_run_become_one_again(self, tmp_path):
+    def test_groups_of_equal_name_of_two_runs_stay_two_and_parts_of_one_run_become_one_again(
+        self, tmp_path
+    ):
         a = make_run(tmp_path / "a", make_session("s"), make_session("t", status="failed"))
         split_run(a, tmp_path / "parts", "status", ignore)
-        merge_runs([tmp_path / "parts" / "completed", tmp_path / "parts" / "failed"], tmp_path / "whole", ignore)
+        merge_runs(
+            [tmp_path / "parts" / "completed", tmp_path / "parts" / "failed"],
+            tmp_path / "whole",
+            ignore,
+        )
         assert {session.group_id for session in load_sessions(tmp_path / "whole").values()} == {"g"}
         b = make_run(tmp_path / "b", make_session("u"))
         merge_runs([a, b], tmp_path / "both", ignore)
-        groups = {name: session.group_id for name, session in load_sessions(tmp_path / "both").items()}
+        groups = {
+            name: session.group_id for name, session in load_sessions(tmp_path / "both").items()
+        }
         assert groups == {"s": "g", "t": "g", "b.u": "b.g"}
 
     def test_runs_in_folders_of_equal_name_get_different_prefixes(self, tmp_path):
-        runs = [make_run(tmp_path / name / "run", make_session("s", task_id=name)) for name in "abc"]
+        runs = [
+            make_run(tmp_path / name / "run", make_session("s", task_id=name)) for name in "abc"
+        ]
         merge_runs(runs, tmp_path / "out", ignore)
         assert ids_of(tmp_path / "out") == ["run-2.s", "run.s", "s"]
 
     def test_engines_and_recorders_of_all_runs_are_kept_with_their_differences(self, tmp_path):
-        runs = [make_run(tmp_path / name, make_session(name, group_id=""), renderer=name) for name in "abc"]
+        runs = [
+            make_run(tmp_path / name, make_session(name, group_id=""), renderer=name)
+            for name in "abc"
+        ]
         for run in runs:
             add_recorder(run, {"sampling": {"temperature": 1.0}})
             add_engine(run, f"http://{run.name}", {"version": run.name})
@@ -244,9 +324,16 @@ class TestMerge:
         merge_runs(runs[:2], tmp_path / "ab", ignore)
         merge_runs([tmp_path / "ab", runs[2]], tmp_path / "abc", ignore)
         metadata = read_metadata(tmp_path / "abc")
-        assert metadata["recorders"] == [{"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.5}}]
+        assert metadata["recorders"] == [
+            {"sampling": {"temperature": 1.0}},
+            {"sampling": {"temperature": 0.5}},
+        ]
         assert metadata["engines"] == {f"http://{name}": {"version": name} for name in "abc"}
-        assert metadata["merged_from"] == [{"run": "a"}, {"run": "b", "renderer": "b"}, {"run": "c", "renderer": "c"}]
+        assert metadata["merged_from"] == [
+            {"run": "a"},
+            {"run": "b", "renderer": "b"},
+            {"run": "c", "renderer": "c"},
+        ]
 
     def test_a_folder_that_is_not_empty_and_one_that_is_no_run_are_refused(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"))
@@ -264,8 +351,14 @@ class TestMerge:
         ended = CliRunner().invoke(rolltap, ["merge", str(run), "--out", str(tmp_path / "new")])
         assert ended.exit_code == 0
         assert ended.stdout.splitlines() == [
-            f"not copied from run/{calls.name}: 1 rows whose digest does not match, 0 unreadable byte ranges",
-            f"not copied from run/{lost.name}: 0 rows whose digest does not match, 1 unreadable byte ranges",
+            (
+                f"not copied from run/{calls.name}: 1 rows whose digest does not match, 0"
+                " unreadable byte ranges"
+            ),
+            (
+                f"not copied from run/{lost.name}: 0 rows whose digest does not match, 1 unreadable"
+                " byte ranges"
+            ),
             f"2 sessions in {tmp_path / 'new'}",
         ]
         saved = RecordedCalls(tmp_path / "new")
@@ -274,7 +367,9 @@ class TestMerge:
         assert saved["s"][0].violation == "parent a is not in the run"
         found = verify_run(tmp_path / "new", ignore)
         assert found.sound
-        [notice] = [finding for finding in found.findings if finding.what == "parent a is not in the run"]
+        [notice] = [
+            finding for finding in found.findings if finding.what == "parent a is not in the run"
+        ]
         assert (notice.grade, notice.where) == ("notice", "session s, call b")
         again = tmp_path / "again"
         merge_runs([tmp_path / "new"], again, ignore)
@@ -285,15 +380,26 @@ class TestMerge:
         assert verify_run(again, ignore).sound
 
     def test_the_descendants_of_a_lost_call_are_a_notice(self, tmp_path):
-        chain = [make_call("a"), make_call("b", [1, 2, 3], [4]), make_call("c", [1, 2, 3, 4, 5], [6])]
+        chain = [
+            make_call("a"),
+            make_call("b", [1, 2, 3], [4]),
+            make_call("c", [1, 2, 3, 4, 5], [6]),
+        ]
         record(run := tmp_path / "run", [(make_session("s"), chain)])
         lose_the_first_call(run)
         merge_runs([run], tmp_path / "new", ignore)
         found = verify_run(tmp_path / "new", ignore)
         assert found.sound
-        notices = [finding.where for finding in found.findings if "rebuilt" in finding.what or "parent" in finding.what]
+        notices = [
+            finding.where
+            for finding in found.findings
+            if "rebuilt" in finding.what or "parent" in finding.what
+        ]
         assert notices == ["session s, call b", "session s, call c"]
-        assert [call.violation is None for call in RecordedCalls(tmp_path / "new")["s"]] == [False, False]
+        assert [call.violation is None for call in RecordedCalls(tmp_path / "new")["s"]] == [
+            False,
+            False,
+        ]
 
     def test_a_run_without_a_row_to_save_is_not_written(self, run, tmp_path):
         for path in [*run_files(run, "sessions"), *run_files(run, "calls")]:
@@ -304,7 +410,10 @@ class TestMerge:
 
 
 class TestProperties:
-    @given(recorded_sessions(), st.sampled_from(["harness", "task_id", "group_id", "policy_version", "status", 1]))
+    @given(
+        recorded_sessions(),
+        st.sampled_from(["harness", "task_id", "group_id", "policy_version", "status", 1]),
+    )
     @examples(60)
     def test_the_parts_of_a_run_merge_to_its_rows(self, sessions, parts):
         with tempfile.TemporaryDirectory() as folder:
@@ -315,9 +424,14 @@ class TestProperties:
             assert rows_of(Path(folder) / "merged") == rows_of(run)
             assert traces_of(Path(folder) / "merged") == traces_of(run)
 
-    @given(recorded_sessions(), st.sampled_from([("harnesses", ["h1", "h2"]), ("policy_versions", ["1", "2"])]))
+    @given(
+        recorded_sessions(),
+        st.sampled_from([("harnesses", ["h1", "h2"]), ("policy_versions", ["1", "2"])]),
+    )
     @examples(60)
-    def test_matching_and_other_sessions_merge_to_the_rows_of_all_sessions(self, sessions, criterion):
+    def test_matching_and_other_sessions_merge_to_the_rows_of_all_sessions(
+        self, sessions, criterion
+    ):
         field, values = criterion
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
@@ -329,23 +443,41 @@ class TestProperties:
                     parts.append(Path(folder) / value)
             merge_runs(parts, Path(folder) / "merged", ignore)
             expected = rows_of(run)
-            expected["events"] -= Counter(row["digest"] for row in read_rows(run, "events") if not row["session_id"])
+            expected["events"] -= Counter(
+                row["digest"] for row in read_rows(run, "events") if not row["session_id"]
+            )
             assert rows_of(Path(folder) / "merged") == expected
 
-    @given(recorded_sessions(), st.sets(st.sampled_from(["agent", "subagent", "auxiliary"]), min_size=1))
+    @given(
+        recorded_sessions(),
+        st.sets(st.sampled_from(["agent", "subagent", "auxiliary"]), min_size=1),
+    )
     @examples(60)
     def test_filtered_by_role_every_prompt_is_rebuilt(self, sessions, roles):
         with tempfile.TemporaryDirectory() as folder:
             run, out = Path(folder) / "run", Path(folder) / "out"
             record(run, sessions)
-            wanted = {(s.session_id, call.call_id) for s, calls in sessions for call in calls if call.role in roles}
+            wanted = {
+                (s.session_id, call.call_id)
+                for s, calls in sessions
+                for call in calls
+                if call.role in roles
+            }
             try:
                 filter_run(run, out, Filter(roles=roles), ignore)
             except InputError:
                 assert wanted == set()
                 return
-            after = {(s, call.call_id): repr(call) for s, calls in RecordedCalls(out).items() for call in calls}
-            before = {(s, call.call_id): repr(call) for s, calls in RecordedCalls(run).items() for call in calls}
+            after = {
+                (s, call.call_id): repr(call)
+                for s, calls in RecordedCalls(out).items()
+                for call in calls
+            }
+            before = {
+                (s, call.call_id): repr(call)
+                for s, calls in RecordedCalls(run).items()
+                for call in calls
+            }
             assert wanted <= after.keys()
             assert after.items() <= before.items()
 
@@ -355,13 +487,18 @@ def test_the_commands_split_filter_and_merge(tmp_path):
     parts, best, merged = tmp_path / "parts", tmp_path / "best", tmp_path / "merged"
     split = output("split", run, "--by", "harness", "--out", parts)
     assert split == f"1 session in {parts / 'h'}\n1 session in {parts / 'x'}\n"
-    assert output("filter", run, "--min-reward", 0.5, "--role", "agent", "--out", best) == f"1 session in {best}\n"
+    assert (
+        output("filter", run, "--min-reward", 0.5, "--role", "agent", "--out", best)
+        == f"1 session in {best}\n"
+    )
     assert output("merge", best, parts / "x", "--out", merged) == f"2 sessions in {merged}\n"
     assert ids_of(merged) == ["s", "t"]
 
 
 @pytest.mark.parametrize("options", [[], ["--by", "status", "--parts", "2"]])
 def test_split_without_a_criterion_is_refused(run, tmp_path, options):
-    result = CliRunner().invoke(rolltap, ["split", str(run), "--out", str(tmp_path / "out"), *options])
+    result = CliRunner().invoke(
+        rolltap, ["split", str(run), "--out", str(tmp_path / "out"), *options]
+    )
     assert result.exit_code == 2
     assert "give either --by or --parts" in result.stderr

@@ -33,13 +33,19 @@ def line(**fields):
 
 
 def write(*lines):
-    return "".join((text if isinstance(text, str) else json.dumps(text)) + "\n" for text in lines).encode()
+    return "".join(
+        (text if isinstance(text, str) else json.dumps(text)) + "\n" for text in lines
+    ).encode()
 
 
 def load(run, content, bad=None, **options):
     """Import `content` and return the summary and the bad lines."""
     bad = [] if bad is None else bad
-    options = {"skip_bad": False, "report": lambda *fault: bad.append(fault), "advance": lambda *_: None} | options
+    options = {
+        "skip_bad": False,
+        "report": lambda *fault: bad.append(fault),
+        "advance": lambda *_: None,
+    } | options
     return import_calls(io.BytesIO(content), run, **options), bad
 
 
@@ -63,14 +69,28 @@ class TestCalls:
         [call] = RecordedCalls(run)["s"]
         assert (call.prompt_ids, call.completion_ids, call.logprobs) == ([1, 2], [3], [-0.5])
         assert (call.kind, call.kind_reason, call.parent_id) == ("root", "imported", None)
-        assert (call.role, call.status, call.finish_reason, call.started_at) == ("subagent", "aborted", "stop", START)
-        assert [(span.version, span.start, span.end) for span in call.weight_versions] == [("7", 0, 1)]
-        assert load_sessions(run)["s"] == make_session(status="failed", reward=0.5, policy_version="7")
+        assert (call.role, call.status, call.finish_reason, call.started_at) == (
+            "subagent",
+            "aborted",
+            "stop",
+            START,
+        )
+        assert [(span.version, span.start, span.end) for span in call.weight_versions] == [
+            ("7", 0, 1)
+        ]
+        assert load_sessions(run)["s"] == make_session(
+            status="failed", reward=0.5, policy_version="7"
+        )
 
     def test_missing_values_are_left_open_and_a_later_line_may_give_them(self, run):
         load(run, write(line(), line(session_id="t"), line(session_id="t", call_id="b", reward=1)))
         session, later = load_sessions(run).values()
-        assert (session.group_id, session.reward, session.harness, session.status) == ("s", None, "", "completed")
+        assert (session.group_id, session.reward, session.harness, session.status) == (
+            "s",
+            None,
+            "",
+            "completed",
+        )
         assert (session.policy_version, later.reward) == ("unknown", 1.0)
         assert read_metadata(run)["source"] == "import"
         assert "tokenizer_sha256" not in read_metadata(run)
@@ -79,18 +99,36 @@ class TestCalls:
         child = line(call_id="b", prompt_ids=[1, 2, 3, 4])
         summary, _ = load(run, write(child, line()))
         rows = {row["call_id"]: row for row in read_rows(run, "calls")}
-        assert (rows["b"]["prompt_tail_ids"], rows["b"]["parent_id"], rows["b"]["kind"]) == ([4], "a", "bridged")
+        assert (rows["b"]["prompt_tail_ids"], rows["b"]["parent_id"], rows["b"]["kind"]) == (
+            [4],
+            "a",
+            "bridged",
+        )
         assert rows["b"]["kind_reason"] is None
         assert RecordedCalls(run)["s"][1].prompt_ids == [1, 2, 3, 4]
-        assert (summary.calls, summary.bridged, summary.sessions, summary.sampled_tokens) == (2, 1, 1, 2)
+        assert (summary.calls, summary.bridged, summary.sessions, summary.sampled_tokens) == (
+            2,
+            1,
+            1,
+            2,
+        )
 
     @pytest.mark.parametrize(
         ("second", "given", "parent"), [([1, 2], "b", "b"), ([9], "b", "a"), ([9], "unknown", "a")]
     )
-    def test_a_given_parent_decides_between_prefixes_of_the_prompt_alone(self, run, second, given, parent):
-        other, child = line(call_id="b", prompt_ids=second), line(call_id="c", prompt_ids=[1, 2, 3], parent_id=given)
+    def test_a_given_parent_decides_between_prefixes_of_the_prompt_alone(
+        self, run, second, given, parent
+    ):
+        other, child = (
+            line(call_id="b", prompt_ids=second),
+            line(call_id="c", prompt_ids=[1, 2, 3], parent_id=given),
+        )
         load(run, write(line(), other, child))
-        assert {call.call_id: call.parent_id for call in RecordedCalls(run)["s"]} == {"a": None, "b": None, "c": parent}
+        assert {call.call_id: call.parent_id for call in RecordedCalls(run)["s"]} == {
+            "a": None,
+            "b": None,
+            "c": parent,
+        }
 
     def test_an_existing_run_is_refused_and_the_import_can_be_merged_with_it(self, run, tmp_path):
         write_run(run, make_call("x"), tokenizer_sha256="a", chat_template_sha256="b")
@@ -103,30 +141,53 @@ class TestCalls:
         merge_runs([new, run], merged, lambda *_: None)
         assert set(RecordedCalls(merged)) == {"s", "t"}
         assert read_metadata(merged)["tokenizer_sha256"] == "a"
-        assert read_metadata(merged)["merged_from"] == [{"run": "new", "source": "import"}, {"run": "run"}]
+        assert read_metadata(merged)["merged_from"] == [
+            {"run": "new", "source": "import"},
+            {"run": "run"},
+        ]
 
-    def test_with_a_model_it_merges_only_with_runs_of_the_models_tokenizer(self, tmp_path, tokenizer_folder):
+    def test_with_a_model_it_merges_only_with_runs_of_the_models_tokenizer(
+        self, tmp_path, tokenizer_folder
+    ):
         for name, digest in (("mine", None), ("theirs", "other")):
-            load(tmp_path / f"new {name}", write(line(session_id=name)), model=str(tokenizer_folder))
+            load(
+                tmp_path / f"new {name}", write(line(session_id=name)), model=str(tokenizer_folder)
+            )
             noted = read_metadata(tmp_path / f"new {name}")
             assert (noted["source"], noted["model"]) == ("import", str(tokenizer_folder))
-            recorded = {key: digest or value for key, value in noted.items() if key.endswith("_sha256")}
+            recorded = {
+                key: digest or value for key, value in noted.items() if key.endswith("_sha256")
+            }
             write_run(tmp_path / name, make_call("x"), **{"model": "recorded", **recorded})
         merge_runs([tmp_path / "new mine", tmp_path / "mine"], tmp_path / "merged", lambda *_: None)
         assert set(RecordedCalls(tmp_path / "merged")) == {"s", "mine"}
         assert "source" not in read_metadata(tmp_path / "merged")
-        with pytest.raises(InputError, match="do not have the same tokenizer: merge runs of one model"):
-            merge_runs([tmp_path / "new theirs", tmp_path / "theirs"], tmp_path / "no", lambda *_: None)
+        with pytest.raises(
+            InputError, match="do not have the same tokenizer: merge runs of one model"
+        ):
+            merge_runs(
+                [tmp_path / "new theirs", tmp_path / "theirs"], tmp_path / "no", lambda *_: None
+            )
 
     @pytest.mark.parametrize(
         ("content", "options", "message"),
         [
-            (write(line()), {"model": str(ROOT)}, f"^the folder {ROOT} has none of .*: give the folder or name of a m"),
-            (b"{}", {"skip_bad": True}, "there is no line to import: all 1 are bad; line 1: .*is missing"),
+            (
+                write(line()),
+                {"model": str(ROOT)},
+                f"^the folder {ROOT} has none of .*: give the folder or name of a m",
+            ),
+            (
+                b"{}",
+                {"skip_bad": True},
+                "there is no line to import: all 1 are bad; line 1: .*is missing",
+            ),
             (b"\n\n", {}, "there is no line"),
         ],
     )
-    def test_a_model_without_a_tokenizer_and_a_file_without_lines_make_no_run(self, run, content, options, message):
+    def test_a_model_without_a_tokenizer_and_a_file_without_lines_make_no_run(
+        self, run, content, options, message
+    ):
         with pytest.raises(InputError, match=message):
             load(run, content, **options)
         assert not run.exists()
@@ -148,7 +209,9 @@ class TestUntrainable:
         ],
         ids=str,
     )
-    def test_a_call_with_invalid_log_probabilities_is_kept_and_not_trained_on(self, run, fields, reason):
+    def test_a_call_with_invalid_log_probabilities_is_kept_and_not_trained_on(
+        self, run, fields, reason
+    ):
         summary, bad = load(run, write(line(**fields)))
         [call] = RecordedCalls(run)["s"]
         _, ledger = build_traces([call], "per_request")
@@ -177,14 +240,19 @@ BAD = {
     "a role that there is not": (line(role="boss"), "'role' is 'boss'"),
     "a reward that is not a number": (line(reward=math.nan), "'reward' is nan"),
     "a time that is none": (line(started_at="yesterday"), "'started_at' is 'yesterday'"),
-    "a time out of range": (line(started_at="0001-01-01T00:00:00+10:00"), "the year is out of range"),
+    "a time out of range": (
+        line(started_at="0001-01-01T00:00:00+10:00"),
+        "the year is out of range",
+    ),
     "half a character": ('{"session_id": "\\ud800"}', "Invalid JSON"),
 }
 
 
 class TestBadLines:
     @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
-    def test_a_bad_line_is_named_nothing_is_imported_and_the_other_lines_on_demand(self, run, bad, reason):
+    def test_a_bad_line_is_named_nothing_is_imported_and_the_other_lines_on_demand(
+        self, run, bad, reason
+    ):
         content = write(line(session_id="t"), "", bad)
         [(number, fault)] = refused(run, content)
         assert (number, reason in fault) == (3, True)
@@ -194,7 +262,9 @@ class TestBadLines:
         assert list(RecordedCalls(run)) == ["t"]
 
     def test_all_bad_lines_are_named_with_few_of_their_faults(self, run):
-        content = b"\xff\xfe\n" + write("{", line(), "[", "nope", line(prompt_ids=[-1] * 5000, nonsense=1))
+        content = b"\xff\xfe\n" + write(
+            "{", line(), "[", "nope", line(prompt_ids=[-1] * 5000, nonsense=1)
+        )
         *others, (number, fault) = refused(run, content)
         assert [*(other for other, _ in others), number] == [1, 2, 4, 5, 6]
         assert len(fault) < 200
@@ -208,14 +278,25 @@ class TestBadLines:
 
     @pytest.mark.parametrize(
         ("field", "first", "second"),
-        [("task_id", "a", "b"), ("group_id", "a", "b"), ("harness", "a", "b"), ("reward", 0.0, 1.0)],
+        [
+            ("task_id", "a", "b"),
+            ("group_id", "a", "b"),
+            ("harness", "a", "b"),
+            ("reward", 0.0, 1.0),
+        ],
     )
     def test_a_line_that_contradicts_its_session_is_bad(self, run, field, first, second):
-        lines = write(line(**{field: first}), line(call_id="b"), line(call_id="c", **{field: second}))
-        assert refused(run, lines) == [(3, f"{field} is {second!r}, but line 1 of session 's' says {first!r}")]
+        lines = write(
+            line(**{field: first}), line(call_id="b"), line(call_id="c", **{field: second})
+        )
+        assert refused(run, lines) == [
+            (3, f"{field} is {second!r}, but line 1 of session 's' says {first!r}")
+        ]
 
     def test_values_of_a_bad_line_do_not_constrain_other_lines(self, run):
-        summary, _ = load(run, write(line(), line(reward=1.0), line(call_id="b", reward=0.0)), skip_bad=True)
+        summary, _ = load(
+            run, write(line(), line(reward=1.0), line(call_id="b", reward=0.0)), skip_bad=True
+        )
         assert (summary.calls, summary.skipped) == (2, 1)
 
 
@@ -229,14 +310,26 @@ class TestCommand:
         ended = rolltap("import", "-", run, "--json", input=write(line(), line(call_id="b")))
         assert ended.returncode == 0
         counts = {"sessions": 1, "calls": 2, "bridged": 0, "sampled_tokens": 2}
-        assert json.loads(ended.stdout) == {**counts, "violations": 0, "without_logprobs": 0, "skipped": 0}
+        assert json.loads(ended.stdout) == {
+            **counts,
+            "violations": 0,
+            "without_logprobs": 0,
+            "skipped": 0,
+        }
         assert len(RecordedCalls(run)["s"]) == 2
 
-    def test_bad_lines_are_printed_up_to_a_number_and_end_with_status_1_or_are_skipped_and_counted(self, run, tmp_path):
-        (tmp_path / "calls.jsonl").write_bytes(write(*["{"] * 25, line(), line(call_id="b", logprobs=None)))
+    def test_bad_lines_are_printed_up_to_a_number_and_end_with_status_1_or_are_skipped_and_counted(
+        self, run, tmp_path
+    ):
+        (tmp_path / "calls.jsonl").write_bytes(
+            write(*["{"] * 25, line(), line(call_id="b", logprobs=None))
+        )
         ended = rolltap("import", tmp_path / "calls.jsonl", run, text=True)
         assert (ended.returncode, ended.stdout) == (1, "")
-        found = [text in ended.stderr for text in ("line 20: Invalid JSON", "and 5 more bad lines", "line 21:")]
+        found = [
+            text in ended.stderr
+            for text in ("line 20: Invalid JSON", "and 5 more bad lines", "line 21:")
+        ]
         assert found == [True, True, False]
         assert not run.exists()
         ended = rolltap("import", tmp_path / "calls.jsonl", run, "--skip-bad", text=True)
@@ -293,7 +386,9 @@ class TestKilled:
 class TestProperties:
     @given(recorded_sessions(), st.randoms(use_true_random=False))
     @examples(100)
-    def test_exported_calls_are_imported_to_the_same_traces_and_ledger_in_any_order(self, sessions, rng):
+    def test_exported_calls_are_imported_to_the_same_traces_and_ledger_in_any_order(
+        self, sessions, rng
+    ):
         lines = [import_line(call, session) for session, calls in sessions for call in calls]
         rng.shuffle(lines)
         strategies = ("per_request", "prefix_merging", "tree")
@@ -309,12 +404,16 @@ class TestProperties:
                 assert ledger == expected.ledger
                 # an import finds out the kinds of continuity itself
                 both = zip(expected.traces, traces, strict=True)
-                assert traces == [replace(trace, continuity=other.continuity) for trace, other in both]
+                assert traces == [
+                    replace(trace, continuity=other.continuity) for trace, other in both
+                ]
 
     @given(recorded_sessions(), st.randoms(use_true_random=False))
     @examples(50)
     def test_the_order_of_lines_without_times_does_not_matter(self, sessions, rng):
-        lines = [json.loads(import_line(call, session)) for session, calls in sessions for call in calls]
+        lines = [
+            json.loads(import_line(call, session)) for session, calls in sessions for call in calls
+        ]
         for said in lines:
             del said["started_at"]
         shuffled = rng.sample(lines, len(lines))

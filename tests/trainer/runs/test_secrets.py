@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from rolltap.trainer.runs.secrets import REDACTED, Secrets
 
-KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END OPENSSH PRIVATE KEY-----"
+KEY = (
+    "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END OPENSSH PRIVATE"
+    " KEY-----"
+)
 RANDOM = "k3Jx9QvT2mWz7LpB4rYd8NfH6sCg1VaE"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N"
 TOKENS = {
@@ -71,7 +74,10 @@ ASSIGNED = {
 }
 """Places of a secret that is random characters only."""
 HARMLESS = [
-    "hf_download_of_qwen3_with_retries and npm_config_legacy_peer_deps_2, sk-learn-estimator-checks-of-all",
+    (
+        "hf_download_of_qwen3_with_retries and npm_config_legacy_peer_deps_2,"
+        " sk-learn-estimator-checks-of-all"
+    ),
     "the task-force sk-short and hf_transfer, ghp_x",
     "https://example.com:8080/a@b and git@github.com:me/you.git",
     "-----BEGIN PUBLIC KEY-----",
@@ -163,7 +169,10 @@ def test_the_name_of_a_secret_and_what_follows_it_stay():
 
 def test_given_texts_are_found_as_they_are_and_within_json():
     secrets = Secrets(['say "hi"', "acme"])
-    assert secrets.redact('acme: say "hi", {"a": "say \\"hi\\""}') == f'{REDACTED}: {REDACTED}, {{"a": "{REDACTED}"}}'
+    assert (
+        secrets.redact('acme: say "hi", {"a": "say \\"hi\\""}')
+        == f'{REDACTED}: {REDACTED}, {{"a": "{REDACTED}"}}'
+    )
     assert Secrets([""]).redact("all of it") == "all of it"
 
 

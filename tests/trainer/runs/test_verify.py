@@ -39,13 +39,16 @@ def found(run):
     return [(finding.grade, finding.where, finding.what) for finding in verify(run).findings]
 
 
-STARTED = "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"
+STARTED = (
+    "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"
+)
 CHILD = {"parent_id": "a", "prefix_length": 2, "kind": "bridged"}
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Write a run of two calls, as a killed recorder leaves it. The second call continues the first."""
+    """Write a run of two calls, as a killed recorder leaves it. The second call continues the
+    first."""
     return make_run(tmp_path / "run", [make_call("a"), make_call("b", [1, 2, 3], [4], **CHILD)])
 
 
@@ -86,7 +89,10 @@ class TestSound:
         verification = verify(run)
         assert (verification.findings, verification.sound) == ([], True)
         assert verification.rows == {"calls": 2, "sessions": 1, "events": 0}
-        assert found(write_run(tmp_path / "compacted", *map(make_call, range(3)), make_session())) == []
+        assert (
+            found(write_run(tmp_path / "compacted", *map(make_call, range(3)), make_session()))
+            == []
+        )
 
     def test_a_session_without_a_row_is_counted_as_inspect_does(self, run):
         with RunWriter(run) as writer:
@@ -110,10 +116,22 @@ class TestInvariants:
             ({**CHILD, "prefix_length": 1}, "the prompt has 3 tokens, but 4 can be rebuilt"),
             ({"prefix_length": 2}, "the prompt has 3 tokens, but 1 can be rebuilt"),
             ({**CHILD, "violation": "known", "parent_id": "gone"}, "parent gone is not in the run"),
-            ({"logprobs": [0.5]}, "log-probability 0 is positive (0.5), and the call is not marked"),
-            ({"logprobs": [-1.0, -1.0]}, "1 token ids but 2 log-probabilities, and the call is not marked"),
-            ({"weight_versions": []}, "weight version spans cover 0 of 1 tokens, and the call is not marked"),
-            ({"completion_ids": [-4]}, "token 0 is -4, which is not in the vocabulary, and the call is not marked"),
+            (
+                {"logprobs": [0.5]},
+                "log-probability 0 is positive (0.5), and the call is not marked",
+            ),
+            (
+                {"logprobs": [-1.0, -1.0]},
+                "1 token ids but 2 log-probabilities, and the call is not marked",
+            ),
+            (
+                {"weight_versions": []},
+                "weight version spans cover 0 of 1 tokens, and the call is not marked",
+            ),
+            (
+                {"completion_ids": [-4]},
+                "token 0 is -4, which is not in the vocabulary, and the call is not marked",
+            ),
         ],
         ids=str,
     )
@@ -135,7 +153,9 @@ class TestInvariants:
 
     def test_a_call_that_is_recorded_twice_is_damage(self, run, path):
         shutil.copy(path, path.with_name("calls-copy.arrow"))
-        assert found(run) == [("damage", f"session s, call {name}", "it is recorded 2 times") for name in "ab"]
+        assert found(run) == [
+            ("damage", f"session s, call {name}", "it is recorded 2 times") for name in "ab"
+        ]
 
     def test_calls_that_are_each_others_parents_are_damage(self, tmp_path):
         a = make_call("a", [1], [], parent_id="b", prefix_length=1)
@@ -151,7 +171,11 @@ class TestInvariants:
             writer.add_event(Event(kind="unauthorised"))
             writer.add_session(make_session("u", finished_at=START - timedelta(seconds=1)))
         assert sorted(found(run)) == [
-            ("notice", "session t", "has no row in sessions: its calls have no reward and no group"),
+            (
+                "notice",
+                "session t",
+                "has no row in sessions: its calls have no reward and no group",
+            ),
             ("notice", "session t, call b", STARTED),
             ("notice", "session u", "its times are out of order: the clock was set back"),
         ]
@@ -163,7 +187,10 @@ class TestRowsOfASession:
 
     @staticmethod
     def found_in(*rows, salvaged=False):
-        return [(finding.grade, finding.what) for finding in check_session_rows("here", rows, salvaged=salvaged)]
+        return [
+            (finding.grade, finding.what)
+            for finding in check_session_rows("here", rows, salvaged=salvaged)
+        ]
 
     def test_a_row_and_its_revisions_are_sound(self):
         assert self.found_in(self.ROW) == []
@@ -173,17 +200,26 @@ class TestRowsOfASession:
         ("fields", "what"),
         [
             ({"status": "unjudged"}, "it has the status unjudged and the reward 1.0"),
-            ({"status": "infrastructure", "reward": 0.0}, "it has the status infrastructure and the reward 0.0"),
+            (
+                {"status": "infrastructure", "reward": 0.0},
+                "it has the status infrastructure and the reward 0.0",
+            ),
         ],
     )
     def test_a_reward_of_a_session_that_has_none_is_damage(self, fields, what):
         assert self.found_in(replace(self.ROW, **fields)) == [("damage", what)]
 
     def test_a_revision_is_there_once_and_none_is_missing_except_in_a_salvaged_run(self):
-        assert self.found_in(self.ROW, replace(self.ROW, reward=0.0)) == [("damage", "it has 2 rows of revision 0")]
+        assert self.found_in(self.ROW, replace(self.ROW, reward=0.0)) == [
+            ("damage", "it has 2 rows of revision 0")
+        ]
         row = replace(self.ROW, revision=2)
-        assert self.found_in(self.ROW, row) == [("damage", "its rows of the revisions [1] are missing")]
-        assert self.found_in(row, salvaged=True) == [("notice", "its rows of the revisions [0, 1] are missing")]
+        assert self.found_in(self.ROW, row) == [
+            ("damage", "its rows of the revisions [1] are missing")
+        ]
+        assert self.found_in(row, salvaged=True) == [
+            ("notice", "its rows of the revisions [0, 1] are missing")
+        ]
         [(_, what)] = self.found_in(replace(self.ROW, revision=2**31 - 1))
         assert what == f"its rows of the revisions {[*range(MOST_MISSING)]} are missing"
 
@@ -226,7 +262,9 @@ class TestFiles:
     @pytest.mark.parametrize(
         "damage", [lambda data: bytes([data[0] ^ 1]), lambda data: bytes(8)], ids=["flip", "zeros"]
     )
-    def test_damage_in_the_middle_is_not_repaired_and_the_commits_after_it_are_not_cut_off(self, run, path, damage):
+    def test_damage_in_the_middle_is_not_repaired_and_the_commits_after_it_are_not_cut_off(
+        self, run, path, damage
+    ):
         with SegmentReader(path) as reader:
             first = next(iter(reader))[0]
         data = path.read_bytes()
@@ -245,7 +283,9 @@ def change_value(table, name):
     other = {pa.string(): "other", pa.bool_(): True, pa.int32(): 77}.get(kind)
     if other is None:
         other = START + timedelta(days=1) if pa.types.is_timestamp(kind) else []
-    return table.set_column(column, table.schema.field(name), pa.array([other] * table.num_rows, kind))
+    return table.set_column(
+        column, table.schema.field(name), pa.array([other] * table.num_rows, kind)
+    )
 
 
 class TestRepair:
@@ -257,11 +297,16 @@ class TestRepair:
             path.write_bytes(whole[:size])
             [lost, *_] = verify(run).findings
             assert (lost.grade, "rolltap merge RUN --out NEW" in lost.advice) == ("damage", True)
-            assert lost.where == f"{path.name}, byte {0 if size < first else first if size < last else last}"
+            assert (
+                lost.where
+                == f"{path.name}, byte {0 if size < first else first if size < last else last}"
+            )
             assert verify(run, repair=True).repaired == []
             assert path.read_bytes() == whole[:size]
 
-    def test_an_incomplete_commit_is_no_damage_and_what_a_repair_cuts_is_kept_once_unless_it_is_zeros(self, run, path):
+    def test_an_incomplete_commit_is_no_damage_and_what_a_repair_cuts_is_kept_once_unless_it_is_zeros(
+        self, run, path
+    ):
         whole = path.read_bytes()
         for number in (1, 2, 2):  # the second 2 as after a repair that was killed before it cut
             tail = bytes(8) + b"half commit %d" % number
@@ -274,11 +319,17 @@ class TestRepair:
             kept = path.with_name(f"{path.name}.cut-{number}")
             assert sentence.endswith(f"and are in {kept.name}")
             assert (path.read_bytes(), kept.read_bytes()) == (whole, tail)
-            assert ("notice", kept.name, "has 21 bytes that a repair cut off: no reader reads them") in found(run)
+            assert (
+                "notice",
+                kept.name,
+                "has 21 bytes that a repair cut off: no reader reads them",
+            ) in found(run)
         path.write_bytes(whole + bytes(8))
         assert len(verify(run, repair=True).repaired) == 1
         assert path.read_bytes() == whole
-        assert sorted(run.glob("*.cut-*")) == [path.with_name(f"{path.name}.cut-{number}") for number in (1, 2)]
+        assert sorted(run.glob("*.cut-*")) == [
+            path.with_name(f"{path.name}.cut-{number}") for number in (1, 2)
+        ]
         assert verify(run).verdict == "ok"
 
     def test_a_repair_that_cannot_keep_what_it_cuts_cuts_nothing(self, run, path, monkeypatch):
@@ -290,13 +341,19 @@ class TestRepair:
         assert contents(run) == before
 
     @pytest.mark.parametrize("end", ["bytes", "batch", "zeros"])
-    def test_a_compacted_file_that_lost_its_end_lost_few_calls_and_a_repair_cuts_nothing(self, tmp_path, end):
+    def test_a_compacted_file_that_lost_its_end_lost_few_calls_and_a_repair_cuts_nothing(
+        self, tmp_path, end
+    ):
         write_run(tmp_path, *(make_call(number, [number], [1, 2]) for number in range(150)))
         path = calls_file(tmp_path)
         whole = path.read_bytes()
         with SegmentReader(path) as reader:
             *_, (last, lost) = reader
-        ends = {"bytes": whole[:-9], "batch": whole[:last], "zeros": whole[:last] + bytes(len(whole) - last)}
+        ends = {
+            "bytes": whole[:-9],
+            "batch": whole[:last],
+            "zeros": whole[:last] + bytes(len(whole) - last),
+        }
         path.write_bytes(ends[end])
         verification = verify(tmp_path, repair=True)
         assert (verification.verdict, verification.repaired) == ("damaged", [])
@@ -320,7 +377,12 @@ class TestRepair:
             assert path.read_bytes() == before
 
     def test_files_that_a_dead_process_left_behind_are_removed_and_others_are_not(self, run):
-        names = (".calls-1-1-0000.arrow", ".calls-1-1-0000.arrow.cut-1", ".run.json", ".policy.json")
+        names = (
+            ".calls-1-1-0000.arrow",
+            ".calls-1-1-0000.arrow.cut-1",
+            ".run.json",
+            ".policy.json",
+        )
         dead = [run / f"{name}.{2**22 + 1}" for name in names]  # a process id above the maximum
         alive = run / f".calls-1-1-0000.arrow.{os.getpid()}"
         foreign = run / ".DS_Store"
@@ -337,7 +399,8 @@ class TestProperties:
     @given(recorded_sessions(), st.data())
     @examples(80)
     def test_damage_is_found_or_does_no_harm_and_a_repair_is_final(self, sessions, data):
-        """Damage a file in one of three ways: truncate it, append part of a commit, or change a byte."""
+        """Damage a file in one of three ways: truncate it, append part of a commit, or change a
+        byte."""
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             if data.draw(st.booleans(), "compacted"):
@@ -390,9 +453,12 @@ class TestProperties:
 
 
 def recorded(run, sound=False):
-    """Return the digests of all readable rows. With `sound`, return only those that match their rows."""
+    """Return the digests of all readable rows. With `sound`, return only those that match their
+    rows."""
     rows = ((row, TABLES[table]) for table in TABLES for row in read_rows(run, table))
-    return [row[DIGEST] for row, schema in rows if not sound or row[DIGEST] == row_digest(row, schema)]
+    return [
+        row[DIGEST] for row, schema in rows if not sound or row[DIGEST] == row_digest(row, schema)
+    ]
 
 
 class TestCommand:
@@ -401,13 +467,17 @@ class TestCommand:
         return lambda *options: CliRunner().invoke(rolltap, ["verify", str(run), *options])
 
     def test_the_verdict_comes_first_and_only_damage_is_status_1(self, run, path, command):
-        assert (command().exit_code, command().stdout) == (0, "ok: 1 sessions; rows: 2 calls, 1 sessions, 0 events\n")
+        assert (command().exit_code, command().stdout) == (
+            0,
+            "ok: 1 sessions; rows: 2 calls, 1 sessions, 0 events\n",
+        )
         whole = path.read_bytes()
         os.truncate(path, len(whole) - 1)
         damaged = command()
         assert damaged.exit_code == 1
         assert damaged.stdout.startswith(
-            "damaged: 1 sessions; rows: 1 calls, 1 sessions, 0 events; findings: 1 damage\ndamage: calls-"
+            "damaged: 1 sessions; rows: 1 calls, 1 sessions, 0 events; findings: 1 damage\ndamage:"
+            " calls-"
         )
         assert "a commit cannot be read" in damaged.stdout
         assert command("--repair").exit_code == 1
@@ -416,7 +486,8 @@ class TestCommand:
         tail = command()
         assert tail.exit_code == 0
         assert tail.stdout.startswith(
-            "needs repair: 1 sessions; rows: 2 calls, 1 sessions, 0 events; findings: 1 repair\nrepair: calls-"
+            "needs repair: 1 sessions; rows: 2 calls, 1 sessions, 0 events; findings: 1"
+            " repair\nrepair: calls-"
         )
 
     def test_a_repair_is_said_after_the_verdict(self, run, command):
@@ -424,7 +495,9 @@ class TestCommand:
             file.write(bytes(16))
         repaired = command("--repair")
         assert repaired.exit_code == 0
-        assert repaired.stdout.startswith("ok: 1 sessions; rows: 2 calls, 1 sessions, 0 events\nrepaired: calls-")
+        assert repaired.stdout.startswith(
+            "ok: 1 sessions; rows: 2 calls, 1 sessions, 0 events\nrepaired: calls-"
+        )
         sound = {"verdict": "ok", "sound": True, "sessions": 1, "findings": [], "repaired": []}
         rows = {"calls": 2, "sessions": 1, "events": 0}
         assert json.loads(command("--repair", "--json").stdout) == sound | {"rows": rows}
@@ -445,10 +518,17 @@ class TestFullDisk:
             writer.add_event(Event(kind="fault", session_id="s", detail="another fault"))
             path = calls_file(tmp_path)
         assert verify(tmp_path).verdict == "needs repair"
-        failed = "a commit failed, for instance because the disk was full: its call was answered with an error"
+        failed = (
+            "a commit failed, for instance because the disk was full: its call was answered with an"
+            " error"
+        )
         assert found(tmp_path) == [
             ("repair", path.name, failed),
-            ("notice", "session s", "has no row in sessions: its calls have no reward and no group"),
+            (
+                "notice",
+                "session s",
+                "has no row in sessions: its calls have no reward and no group",
+            ),
             ("notice", "session s, call b", STARTED),
             ("notice", "session s", "the disk was full: 1 requests were refused"),
         ]

@@ -1,4 +1,5 @@
-"""A service on a bad day: at chosen requests to its engine, something of it is killed, and its clients with it.
+"""A service on a bad day: at chosen requests to its engine, something of it is killed, and its
+clients with it.
 
 To a service, a client that closes its connection is one that was killed.
 """
@@ -26,7 +27,10 @@ for _ in range(2):
     exec({HARNESS!r})
     "ENDLESS" in os.environ and signal.pause()
 """
-JUDGE = 'mv "$0/kill" "$0/killed-$$" 2>/dev/null && kill -9 $$; test -f answer.txt && grep -q good answer.txt'
+JUDGE = (
+    'mv "$0/kill" "$0/killed-$$" 2>/dev/null && kill -9 $$; test -f answer.txt && grep -q good'
+    " answer.txt"
+)
 """The judge's script. A file `kill` in the day's folder is an order that it takes once."""
 
 Step = tuple[str, str, dict]
@@ -34,13 +38,23 @@ Step = tuple[str, str, dict]
 
 
 class BadDay:
-    """A service into `folder / "run"` whose clients take a step each time that the engine has got `every` requests.
+    """A service into `folder / "run"` whose clients take a step each time that the engine has got
+    `every` requests.
 
-    `acts` are done at the requests to the engine with these numbers, or later, when there is something to kill. The
-    clients of every third step are killed before the answer, and new ones send it again.
+    `acts` are done at the requests to the engine with these numbers, or later, when there is
+    something to kill. The clients of every third step are killed before the answer, and new ones
+    send it again.
     """
 
-    def __init__(self, tokenizer, model: Path, folder: Path, steps: Sequence[Step], acts: Mapping[int, str], every=1):
+    def __init__(
+        self,
+        tokenizer,
+        model: Path,
+        folder: Path,
+        steps: Sequence[Step],
+        acts: Mapping[int, str],
+        every=1,
+    ):
         self.folder, self.steps, self.acts = folder, steps, acts
         self.groups = {body["id"]: body for _, _, body in steps if body}
         self.done: list[str] = []
@@ -64,7 +78,10 @@ class BadDay:
 
     def endure(self) -> None:
         """Take the steps, until all groups have ended; then stop the service, as Ctrl-C does."""
-        threads = [threading.Thread(target=part) for part in (self._follow, self._restart, self._take_steps)]
+        threads = [
+            threading.Thread(target=part)
+            for part in (self._follow, self._restart, self._take_steps)
+        ]
         for thread in threads:
             thread.start()
         threads[0].join(900)
@@ -109,8 +126,14 @@ class BadDay:
             self._up.clear()
             self.service.process.kill()
         else:
-            name = {"kill the recorder": "mitmdump", "kill the agents": " -c import os, signal"}[act]
-            found = [process for process, command in processes(str(self.folder)).items() if name in command]
+            name = {"kill the recorder": "mitmdump", "kill the agents": " -c import os, signal"}[
+                act
+            ]
+            found = [
+                process
+                for process, command in processes(str(self.folder)).items()
+                if name in command
+            ]
             for process in found:
                 os.kill(process, signal.SIGKILL)
             return bool(found)
@@ -129,7 +152,10 @@ class BadDay:
     def _ask(self, method: str, path: str, body: dict | None = None) -> HTTPConnection:
         self._up.wait()
         client = HTTPConnection(urlsplit(self.service.url).netloc, timeout=60)
-        headers = {"authorization": f"Bearer {self.service.token}", "content-type": "application/json"}
+        headers = {
+            "authorization": f"Bearer {self.service.token}",
+            "content-type": "application/json",
+        }
         client.request(method, path, json.dumps(body) if body else None, headers)
         return client
 
@@ -137,24 +163,34 @@ class BadDay:
         while not self._over:
             after = f"?after={self.seen[-1][0]}" if self.seen else ""
             lines: dict[str, str] = {}
-            with suppress(OSError, HTTPException), closing(self._ask("GET", f"/events{after}")) as self._follower:
+            with (
+                suppress(OSError, HTTPException),
+                closing(self._ask("GET", f"/events{after}")) as self._follower,
+            ):
                 for line in self._follower.getresponse():
                     name, _, value = line.decode().rstrip("\n").partition(": ")
                     lines[name] = value
                     if not name and "id" in lines:
                         self.seen.append((lines["id"], lines["event"], json.loads(lines["data"])))
                         lines = {}
-                        if {data["id"] for _, kind, data in self.seen if kind == "ended"} == {*self.groups}:
+                        if {data["id"] for _, kind, data in self.seen if kind == "ended"} == {
+                            *self.groups
+                        }:
                             return
 
     def _take_steps(self) -> None:
         for number, (method, path, body) in enumerate(self.steps):
             with self._came:
-                self._came.wait_for(lambda least=number * self._every: self._requests >= least or self._over)
+                self._came.wait_for(
+                    lambda least=number * self._every: self._requests >= least or self._over
+                )
             if isinstance(seconds := body.get("deadline"), int):
                 body["deadline"] = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
             answered, dies = False, number % 3 == 1
             while not answered and not self._over:
-                with suppress(OSError, HTTPException), closing(self._ask(method, path, body)) as client:
+                with (
+                    suppress(OSError, HTTPException),
+                    closing(self._ask(method, path, body)) as client,
+                ):
                     answered = not dies and client.getresponse().status < 300
                     dies = False

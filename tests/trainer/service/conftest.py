@@ -16,5 +16,7 @@ def scripted(tokenizer):
 @pytest.fixture(scope="module")
 def service(scripted, tokenizer_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("service")
-    with serving(folder / "run", scripted.url, tokenizer_folder, program(folder), "--queue", "1000") as service:
+    with serving(
+        folder / "run", scripted.url, tokenizer_folder, program(folder), "--queue", "1000"
+    ) as service:
         yield service

@@ -1,4 +1,5 @@
-"""A TCP relay in front of a service that loses answers and breaks connections when a test says so."""
+"""A TCP relay in front of a service that loses answers and breaks connections when a test says
+so."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress

@@ -48,12 +48,22 @@ def program(folder: Path, text: str = HARNESS) -> Path:
 class Served:
     """A service that runs. `url` and `token` are for its clients."""
 
-    def __init__(self, run: Path, engine: str, model: Path, harness: Path, *arguments: str, tasks=None) -> None:
+    def __init__(
+        self, run: Path, engine: str, model: Path, harness: Path, *arguments: str, tasks=None
+    ) -> None:
         run.parent.mkdir(parents=True, exist_ok=True)
         tasks = tasks or [{"id": "words", "instruction": "go", "evaluate": GOOD}]
         (run.parent / "tasks.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
         self.run = run
-        self._command = [ROLLTAP, "service", run, "--tasks", run.parent / "tasks.jsonl", "--harness", harness]
+        self._command = [
+            ROLLTAP,
+            "service",
+            run,
+            "--tasks",
+            run.parent / "tasks.jsonl",
+            "--harness",
+            harness,
+        ]
         self._command += ["--engine", engine, "--model", model, "--port", "0", *arguments]
         self.start()
 
@@ -68,7 +78,9 @@ class Served:
             text=True,
             env=env,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # background jobs ignore it
         )
         self.said = ""
         assert self.process.stderr is not None
@@ -82,7 +94,10 @@ class Served:
             raise RuntimeError(f"it ended with {self.process.wait()}: {self.said}")
         self.token = (self.run / "service.token").read_text().strip()
         self.client = httpx.Client(
-            base_url=self.url, headers={"authorization": f"Bearer {self.token}"}, timeout=60, trust_env=False
+            base_url=self.url,
+            headers={"authorization": f"Bearer {self.token}"},
+            timeout=60,
+            trust_env=False,
         )
 
     def kill(self) -> None:
@@ -108,9 +123,12 @@ class Served:
         return self.client.post("/groups", json={"task": "words", "sessions": 2, **request})
 
     def events(self, after: str | None = None, *, until=lambda kind, data: kind == "ended"):
-        """Return the events after a cursor, to the first one that is asked for, as (cursor, kind, data)."""
+        """Return the events after a cursor, to the first one that is asked for, as (cursor, kind,
+        data)."""
         found, lines = [], {}
-        with self.client.stream("GET", "/events", params={"after": after} if after else {}) as stream:
+        with self.client.stream(
+            "GET", "/events", params={"after": after} if after else {}
+        ) as stream:
             for line in stream.iter_lines():
                 name, _, value = line.partition(": ")
                 lines[name] = value

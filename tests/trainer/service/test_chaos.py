@@ -1,4 +1,5 @@
-"""Groups on a bad day: each has one end, no event is lost or comes twice, and nothing is left behind."""
+"""Groups on a bad day: each has one end, no event is lost or comes twice, and nothing is left
+behind."""
 
 import json
 import random
@@ -13,13 +14,23 @@ from rolltap.trainer.runs.views.training import EVALUATION
 from tests.trainer.rollouts.soak import left
 from tests.trainer.service.bad_day import BadDay
 
-KILLS = ["kill the service", "kill the follower", "kill the recorder", "kill a judge", "kill the agents"]
+KILLS = [
+    "kill the service",
+    "kill the follower",
+    "kill the recorder",
+    "kill a judge",
+    "kill the agents",
+]
 ACTS = [*KILLS, *KILLS, "kill the service", "kill a judge", "replace the engine"]
 GROUPS, SESSIONS, SEED = 12, 4, 1
 
 
 def submission(number, **fields):
-    return "POST", "/groups", {"id": f"g{number}", "task": f"t{number % 4}", "sessions": SESSIONS, **fields}
+    return (
+        "POST",
+        "/groups",
+        {"id": f"g{number}", "task": f"t{number % 4}", "sessions": SESSIONS, **fields},
+    )
 
 
 def short_day():
@@ -27,9 +38,13 @@ def short_day():
 
 
 def long_day():
-    """Return steps, of which some are taken again, the acts, and the number of requests from one step to the next."""
+    """Return steps, of which some are taken again, the acts, and the number of requests from one
+    step to the next."""
     chance = random.Random(SEED)
-    steps = [submission(n, priority=chance.choice([0, 50, 100]), evaluation=n == 7) for n in range(GROUPS)]
+    steps = [
+        submission(n, priority=chance.choice([0, 50, 100]), evaluation=n == 7)
+        for n in range(GROUPS)
+    ]
     steps[2][2].update(sampling={"temperature": 0.5})
     steps[3][2].update(task="endless", deadline=15)
     cancels = [("DELETE", f"/groups/{name}", {}) for name in ("g4", "g8")]
@@ -75,17 +90,32 @@ def test_it_was_a_bad_day_and_the_service_went_on(day):
 
 def test_the_follower_got_each_event_of_the_journal_once(day):
     head, *lines = map(json.loads, (day.service.run / "service.jsonl").read_text().splitlines())
-    shown = [{key: line[key] for key in line.keys() - {"kind", "request", "task_digest"}} for line in lines]
+    shown = [
+        {key: line[key] for key in line.keys() - {"kind", "request", "task_digest"}}
+        for line in lines
+    ]
     numbered = enumerate(zip(lines, shown, strict=True), 1)
-    assert day.seen == [(f"{head['journal']}-{number}", line["kind"], data) for number, (line, data) in numbered]
+    assert day.seen == [
+        (f"{head['journal']}-{number}", line["kind"], data) for number, (line, data) in numbered
+    ]
 
 
 def test_each_group_was_accepted_once_and_ended_once_after_its_sessions(day, ends):
     for name in day.groups:
         kinds = [kind for _, kind, data in day.seen if data["id"] == name]
-        assert (kinds[0], kinds[-1], kinds.count("accepted"), kinds.count("ended")) == ("accepted", "ended", 1, 1)
-    others = {"g3": "expired", "g4": "cancelled", "g8": "cancelled"} if len(day.groups) == GROUPS else {}
-    assert {end["id"]: end["state"] for end in ends} == {**dict.fromkeys(day.groups, "ended"), **others}
+        assert (kinds[0], kinds[-1], kinds.count("accepted"), kinds.count("ended")) == (
+            "accepted",
+            "ended",
+            1,
+            1,
+        )
+    others = (
+        {"g3": "expired", "g4": "cancelled", "g8": "cancelled"} if len(day.groups) == GROUPS else {}
+    )
+    assert {end["id"]: end["state"] for end in ends} == {
+        **dict.fromkeys(day.groups, "ended"),
+        **others,
+    }
 
 
 def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day, sessions, ends):
@@ -93,7 +123,9 @@ def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day,
     assert told == Counter(session.session_id for session in sessions)
     assert told == Counter(name for end in ends for name in end["session_ids"])
     attempts = {}
-    for session in sorted(sessions, key=lambda session: SessionName.parse(session.session_id).attempt):
+    for session in sorted(
+        sessions, key=lambda session: SessionName.parse(session.session_id).attempt
+    ):
         attempts.setdefault(SessionName.parse(session.session_id).place, []).append(session.status)
     for end in ends:
         for number in range(day.groups[end["id"]]["sessions"]) if end["state"] == "ended" else ():

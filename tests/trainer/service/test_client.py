@@ -78,7 +78,9 @@ async def test_all_that_a_group_can_have_is_sent(client, scripted):
     assert (view.id, view.session_ids) == ("k", ["k-a"])
     await client.wait("k", timeout=60)
     assert scripted.requests[-1]["sampling_params"]["temperature"] == 0.5
-    assert (await client.submit("words", sessions=["a"], id="k", **how)).accepted_at == view.accepted_at
+    assert (
+        await client.submit("words", sessions=["a"], id="k", **how)
+    ).accepted_at == view.accepted_at
     for other in ({"priority": 1}, {"deadline": None}, {"evaluation": False}):
         with pytest.raises(ServiceError, match="which another request has"):
             await client.submit("words", sessions=["a"], id="k", **how | other)
@@ -86,7 +88,9 @@ async def test_all_that_a_group_can_have_is_sent(client, scripted):
 
 async def test_a_task_is_sent_with_its_fields(client):
     task = rolltap.Task(id="mine", instruction="Say it.", evaluate=["true"])
-    with pytest.raises(ServiceError, match="task 'mine': the runtime process does not hold code from requests"):
+    with pytest.raises(
+        ServiceError, match="task 'mine': the runtime process does not hold code from requests"
+    ):
         await client.submit(task)
 
 
@@ -95,14 +99,20 @@ async def test_a_group_whose_answer_is_lost_is_submitted_once(client, through, p
     passing.lost = 2
     view = await through.submit("words", sessions=1)
     assert passing.connections == 3
-    accepted = [event.data["id"] for event in (await past(client))[before:] if event.kind == "accepted"]
+    accepted = [
+        event.data["id"] for event in (await past(client))[before:] if event.kind == "accepted"
+    ]
     assert accepted[-1] == view.id
     assert len(accepted) == 2  # one is that of `past`
 
 
-async def test_a_service_that_never_answers_is_an_error_with_the_advice_to_start_it(through, passing):
+async def test_a_service_that_never_answers_is_an_error_with_the_advice_to_start_it(
+    through, passing
+):
     passing.lost = 100
-    with pytest.raises(ServiceError, match=r"no rollout service answers at .*start it with `rolltap service`") as found:
+    with pytest.raises(
+        ServiceError, match=r"no rollout service answers at .*start it with `rolltap service`"
+    ) as found:
         await through.get("g")
     assert found.value.status is None
     with pytest.raises(ServiceError, match="no rollout service answers"):
@@ -110,7 +120,9 @@ async def test_a_service_that_never_answers_is_an_error_with_the_advice_to_start
 
 
 async def test_the_service_s_message_and_status_are_in_the_error(client, service):
-    with pytest.raises(ServiceError, match=r"'task' is 'u', which is not loaded.* \(422\)") as found:
+    with pytest.raises(
+        ServiceError, match=r"'task' is 'u', which is not loaded.* \(422\)"
+    ) as found:
         await client.submit("u")
     assert found.value.status == 422
     with pytest.raises(ServiceError, match=r"there is no group 'unknown' .*\(404\)"):
@@ -139,7 +151,9 @@ async def test_events_go_on_after_a_broken_connection_where_they_broke(client, t
     await events.aclose()
 
 
-async def test_a_group_that_ends_while_the_connection_is_broken_is_waited_for(client, through, passing, held, scripted):
+async def test_a_group_that_ends_while_the_connection_is_broken_is_waited_for(
+    client, through, passing, held, scripted
+):
     view = await client.submit("words", sessions=1)
     waiting = asyncio.create_task(through.wait(view.id, timeout=60))
     await passing.reached(1)
@@ -192,7 +206,9 @@ async def test_traces_come_as_the_run_has_them(client):
     assert ledger.trained > 0
 
 
-async def test_blocking_code_has_the_same_methods_also_beside_an_event_loop_and_in_several_threads(service):
+async def test_blocking_code_has_the_same_methods_also_beside_an_event_loop_and_in_several_threads(
+    service,
+):
     client = rolltap.Client(service.url, service.token)
 
     def work():

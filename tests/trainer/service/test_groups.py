@@ -1,4 +1,5 @@
-"""A service whose recorder, engine and own process are killed, and tasks that come with requests."""
+"""A service whose recorder, engine and own process are killed, and tasks that come with
+requests."""
 
 import asyncio
 import os
@@ -53,14 +54,22 @@ def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(own_service,
     engine.release()
     events = own_service.events(cursor, until=lambda kind, data: kind == "ended")
     assert [kind for _, kind, _ in events] == ["session", "session", "ended"]
-    assert Counter(data.get("status") for _, _, data in events) == {"cancelled": 1, "completed": 1, None: 1}
+    assert Counter(data.get("status") for _, _, data in events) == {
+        "cancelled": 1,
+        "completed": 1,
+        None: 1,
+    }
     assert own_service.submit(id="held", sessions=2).status_code == 200
     every = own_service.events()
     assert Counter(kind for _, kind, _ in every) == {"accepted": 1, "session": 3, "ended": 1}
     assert list(every[-1][2]["rewards"].values()) == [1.0, 1.0]
     assert own_service.stop() == 130
     assert "group held: ended, 3 sessions\n" in own_service.said
-    assert own_service.said.count(": completed, reward 1\n") + own_service.said.count(": cancelled, no reward\n") == 2
+    assert (
+        own_service.said.count(": completed, reward 1\n")
+        + own_service.said.count(": cancelled, no reward\n")
+        == 2
+    )
     assert left(str(tmp_path)) == {}
     assert rolltap.open_run(own_service.run).verify(progress=False).sound
 
@@ -74,7 +83,9 @@ def test_a_group_that_was_accepted_before_the_folder_was_a_run_is_found_again(ow
     assert list(own_service.events_of("early")[-1][2]["rewards"].values()) == [1.0]
 
 
-def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(tokenizer, tokenizer_folder, tmp_path):
+def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(
+    tokenizer, tokenizer_folder, tmp_path
+):
     with ExitStack() as stack:
         with ScriptedEngine(tokenizer) as engine:
             engine.otherwise = lambda request: Say("good.")
@@ -156,7 +167,8 @@ def test_it_starts_without_one_engine_of_several_names_it_and_takes_it_up(
 
 
 async def names_of(urls):
-    """Return engine -> names with which sessions are its own: of the group g the first one's, of h the second one's."""
+    """Return engine -> names with which sessions are its own: of the group g the first one's, of h
+    the second one's."""
     pool = EnginePool(urls)
     found = {}
     for group, url in zip("gh", urls, strict=True):
@@ -185,7 +197,10 @@ def test_a_second_service_of_the_folder_is_refused(service):
 
 
 def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scripted):
-    pad = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 99)
+    pad = (
+        '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n'
+        % ("v" * 99)
+    )
     service.stop()
     with (service.run / "service.jsonl").open("a") as journal:
         journal.write(pad * 4_000)  # no other file gets so large
@@ -194,7 +209,9 @@ def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scrip
     service.submit(id="held", sessions=1)
     scripted.holding.wait()
     full = (service.run / "service.jsonl").stat().st_size
-    _, unlimited = resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
+    _, unlimited = resource.prlimit(
+        service.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY)
+    )
     scripted.release()
     while "File too large" not in "".join(service.client.get("/health").json()["problems"]):
         pass
@@ -206,7 +223,10 @@ def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scrip
 def test_a_client_that_never_reads_costs_bounded_memory(service):
     head = (service.run / "service.jsonl").read_text()
     service.stop()
-    line = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 900)
+    line = (
+        '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n'
+        % ("v" * 900)
+    )
     (service.run / "service.jsonl").write_text(head + line * 40_000)
     service.start()
 
@@ -225,27 +245,48 @@ def test_a_client_that_never_reads_costs_bounded_memory(service):
     assert service.client.get("/service").status_code == 200
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: tests/run.sh installs it")
-def test_a_task_of_a_client_runs_in_a_box_and_reaches_no_file_of_the_machine(engine, tokenizer_folder, tmp_path):
+@pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: tests/run.sh installs it"
+)
+def test_a_task_of_a_client_runs_in_a_box_and_reaches_no_file_of_the_machine(
+    engine, tokenizer_folder, tmp_path
+):
     own = {"id": "own", "instruction": "go", "evaluate": GOOD}
-    with serving(tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--runtime", "sandbox") as service:
+    with serving(
+        tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--runtime", "sandbox"
+    ) as service:
         assert service.submit(id="a", sessions=1, task=own).status_code == 201
         assert service.events_of("a")[-1][2]["rewards"] == {"a-0": 1.0}
         other = service.submit(id="b", sessions=1, task={**own, "instruction": "other"})
-        assert (other.status_code, "was another task before" in other.json()["error"]) == (409, True)
+        assert (other.status_code, "was another task before" in other.json()["error"]) == (
+            409,
+            True,
+        )
         for name, reaching in {
             "workspace": {"workspace": "/etc"},
             "files": {"files": {"x": "/etc/passwd"}},
             "image": {"image": "/"},
-            "judge": {"evaluate": [], "judge": {"kind": "command", "command": GOOD, "mounts": {"/x": "/etc"}}},
+            "judge": {
+                "evaluate": [],
+                "judge": {"kind": "command", "command": GOOD, "mounts": {"/x": "/etc"}},
+            },
             "judge.kind": {"evaluate": [], "judge": {"kind": "python", "function": "os:system"}},
             "judge.key_env": {
                 "evaluate": [],
-                "judge": {"kind": "llm", "rubric": "r", "url": "http://x/v1", "model": "m", "key_env": "SECRET"},
+                "judge": {
+                    "kind": "llm",
+                    "rubric": "r",
+                    "url": "http://x/v1",
+                    "model": "m",
+                    "key_env": "SECRET",
+                },
             },
         }.items():
             refused = service.submit(task={**own, "id": name, **reaching})
-            assert (refused.status_code, f"'{name}'" in refused.json()["error"]) == (422, True), refused.json()
+            assert (refused.status_code, f"'{name}'" in refused.json()["error"]) == (
+                422,
+                True,
+            ), refused.json()
         service.kill()
         service.start()
         service.submit(id="c", sessions=1, task=own)
@@ -254,7 +295,9 @@ def test_a_task_of_a_client_runs_in_a_box_and_reaches_no_file_of_the_machine(eng
 
 async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
     worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
-    groups = Groups(worker, [Task(id="words", instruction="go", evaluate=["true"])], most=9, share=0.5)
+    groups = Groups(
+        worker, [Task(id="words", instruction="go", evaluate=["true"])], most=9, share=0.5
+    )
     await groups.load()
     await groups.submit(GroupRequest(id="a", task="words", sessions=1))
     result, slow_disk = asyncio.get_running_loop().create_future(), threading.Event()

@@ -52,7 +52,10 @@ async def test_what_cannot_be_synced_is_no_event_and_the_next_one_is(journal, mo
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             await journal.add("lost")
-    assert (await journal.add("b"), [event["kind"] for _, event in journal.read()]) == (2, ["a", "b"])
+    assert (await journal.add("b"), [event["kind"] for _, event in journal.read()]) == (
+        2,
+        ["a", "b"],
+    )
 
 
 async def test_events_of_many_writers_are_in_the_order_of_their_numbers(journal):
@@ -81,7 +84,14 @@ async def test_a_silent_journal_says_so_now_and_then(journal, monkeypatch):
 async def test_a_cursor_is_of_this_journal(journal):
     await journal.add("a")
     assert [journal.place(None), journal.place(journal.cursor(1))] == [0, 1]
-    for wrong in ("", "1", f"{journal.name}-2", f"{journal.name}--1", "00000000-1", f"{journal.name}-x"):
+    for wrong in (
+        "",
+        "1",
+        f"{journal.name}-2",
+        f"{journal.name}--1",
+        "00000000-1",
+        f"{journal.name}-x",
+    ):
         with pytest.raises(InputError, match="is no cursor of this run, whose cursors are"):
             journal.place(wrong)
 

@@ -42,11 +42,15 @@ def test_an_evaluation_is_recorded_in_a_run_of_its_own_and_its_view_says_so(serv
     assert {session.session_id for session in evaluation.sessions()} >= {*view["session_ids"]}
     own = evaluation.traces().batch(view["session_ids"])
     assert view["sampled"] == own.ledger.sampled > 0
-    assert {(service.run / EVALUATION / name).is_file() for name in view["shards"]["calls"]} == {True}
+    assert {(service.run / EVALUATION / name).is_file() for name in view["shards"]["calls"]} == {
+        True
+    }
     trained = {session.session_id for session in rolltap.open_run(service.run).sessions()}
     assert "trained-0" in trained
     assert not trained & {*view["session_ids"]}
-    (traces, messages) = (service.client.get(f"/groups/held-out/{what}") for what in ("traces", "messages"))
+    (traces, messages) = (
+        service.client.get(f"/groups/held-out/{what}") for what in ("traces", "messages")
+    )
     assert {trace["session_id"] for trace in traces.json()["traces"]} == {*view["session_ids"]}
     assert len(messages.json()) == 2
 
@@ -61,7 +65,10 @@ def test_an_evaluation_goes_on_after_a_kill(service, engine):
     events = service.events_of("cut")
     outcomes = {data["session_id"]: data["status"] for _, kind, data in events if kind == "session"}
     assert outcomes == {"cut-0": "cancelled", "cut-0~1": "completed"}
-    rows = {each.session_id: each.status for each in rolltap.open_run(service.run / EVALUATION).sessions()}
+    rows = {
+        each.session_id: each.status
+        for each in rolltap.open_run(service.run / EVALUATION).sessions()
+    }
     assert outcomes.items() <= rows.items()
 
 
@@ -104,14 +111,26 @@ def test_what_cannot_be_forked_is_refused_by_its_field(service):
     service.events_of("known")
     (first, _) = calls_of(service, "known-0")
     wrong = {
-        "there is none": ({"session": "none-0", "call": first.call_id}, "words", 404, "'fork.session'"),
-        "another task": ({"session": "known-0", "call": first.call_id}, "others", 422, "'fork.session'"),
+        "there is none": (
+            {"session": "none-0", "call": first.call_id},
+            "words",
+            404,
+            "'fork.session'",
+        ),
+        "another task": (
+            {"session": "known-0", "call": first.call_id},
+            "others",
+            422,
+            "'fork.session'",
+        ),
         "no call": ({"session": "known-0", "call": "none"}, "words", 422, "'fork.call'"),
         "no field": ({"session": "known-0"}, "words", 422, "'fork.call' is missing"),
     }
     for fork, task, status, message in wrong.values():
         answer = service.submit(task=task, sessions=1, fork=fork)
-        assert (answer.status_code, message in answer.json()["error"]) == (status, True), answer.json()
+        assert (answer.status_code, message in answer.json()["error"]) == (status, True), (
+            answer.json()
+        )
 
 
 def test_one_session_is_cancelled_and_the_others_of_its_group_go_on(service, engine):

@@ -29,7 +29,11 @@ OPTIONS = {"rolltap_sampling": json.dumps({"temperature": 0.5})}
 
 
 def worker_of(service, scripted, **other):
-    how = {"harness": str(service.run.parent / "harness.toml"), "engine": scripted.url, "out": service.run}
+    how = {
+        "harness": str(service.run.parent / "harness.toml"),
+        "engine": scripted.url,
+        "out": service.run,
+    }
     return ServiceWorker(service.url, **{**how, "options": OPTIONS, **other})
 
 
@@ -58,7 +62,9 @@ def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, scripte
     group = step_group(Version("0a1b2c3d", 2, 0), 0, tasks[0], 2)
     with worker:
         sessions = run_blocking(run(worker, group, told))
-    assert {session.session_id: session.reward for session in sessions} == dict.fromkeys(group.session_ids, 1.0)
+    assert {session.session_id: session.reward for session in sessions} == dict.fromkeys(
+        group.session_ids, 1.0
+    )
     assert told[-1] == (2, 2)
     assert {call["sampling_params"]["temperature"] for call in scripted.requests[-2:]} == {0.5}
     asked = len(scripted.requests)
@@ -76,10 +82,15 @@ def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, scripte
         ({"out": "elsewhere"}, "has the run folder"),
         ({"engine": "http://127.0.0.1:1"}, "has the engines"),
         ({"harness": "pi"}, "has the harness small, and the training pi"),
-        ({"options": {**OPTIONS, "rolltap_routing": "true"}}, "has the options {'rolltap_routing': None}"),
+        (
+            {"options": {**OPTIONS, "rolltap_routing": "true"}},
+            "has the options {'rolltap_routing': None}",
+        ),
     ],
 )
-def test_a_service_that_does_something_else_is_refused(service, scripted, tasks, tmp_path, what, message):
+def test_a_service_that_does_something_else_is_refused(
+    service, scripted, tasks, tmp_path, what, message
+):
     if "out" in what:
         (tmp_path / "service.token").write_text(service.token)
         what = {"out": tmp_path}
@@ -158,7 +169,9 @@ def test_a_session_whose_weights_are_too_old_is_stopped_there(service, scripted,
     assert (session.session_id, session.status) == (*group.session_ids, "cancelled")
 
 
-def test_sessions_go_on_when_the_training_ends_and_the_next_start_gets_them(service, scripted, tasks):
+def test_sessions_go_on_when_the_training_ends_and_the_next_start_gets_them(
+    service, scripted, tasks
+):
     worker = worker_of(service, scripted)
     group = step_group(Version("0a1b2c3d", 6, 0), 0, tasks[0], 1)
 
@@ -179,7 +192,9 @@ def test_sessions_go_on_when_the_training_ends_and_the_next_start_gets_them(serv
     assert (session.session_id, session.status) == (*group.session_ids, "completed")
 
 
-def test_a_group_that_the_service_refuses_ends_the_runner_with_its_message(service, scripted, tasks):
+def test_a_group_that_the_service_refuses_ends_the_runner_with_its_message(
+    service, scripted, tasks
+):
     worker = worker_of(service, scripted)
     unknown = tasks[0].model_copy(update={"id": "nowhere"})
     group = step_group(Version("0a1b2c3d", 7, 0), 0, unknown, 2)

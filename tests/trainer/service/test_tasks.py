@@ -48,7 +48,9 @@ def test_one_of_several_judges_is_held_to_the_same():
         require_portable(task, SandboxRuntime(), set())
 
 
-@pytest.mark.parametrize("url", ["https://judge.example/v1", "https://JUDGE.example:443/v1", "http://10.0.0.1:8000"])
+@pytest.mark.parametrize(
+    "url", ["https://judge.example/v1", "https://JUDGE.example:443/v1", "http://10.0.0.1:8000"]
+)
 def test_a_judge_asks_the_hosts_that_the_operator_named(url):
     require_portable(judged_by(url), SandboxRuntime(), {"judge.example", "10.0.0.1:8000"})
 
@@ -77,7 +79,9 @@ def test_a_session_and_its_judge_reach_no_host_that_the_operator_did_not_name(na
         require_portable(task, SandboxRuntime(), {"pypi.org", "judge.example:8443"})
 
 
-@pytest.mark.parametrize("allow", [None, [], ["pypi.org"], ["PyPI.org:443", "judge.example:8443"], ["any.example:22"]])
+@pytest.mark.parametrize(
+    "allow", [None, [], ["pypi.org"], ["PyPI.org:443", "judge.example:8443"], ["any.example:22"]]
+)
 def test_a_session_and_its_judge_reach_the_hosts_that_the_operator_named(allow):
     judge = {"kind": "pytest", "allow": allow or []}
     task = Task(id="t", instruction="go", judge=judge, allow=allow)
@@ -104,7 +108,9 @@ def test_an_image_is_from_a_registry_that_the_operator_named(name):
         require_portable(of_image(IMAGES[name]), ContainerRuntime(), {"registry.example"})
 
 
-@pytest.mark.parametrize("image", ["registry.example/a/b:1.2", "debian", "a/b@sha256:" + "0" * 64, "localhost/x:1"])
+@pytest.mark.parametrize(
+    "image", ["registry.example/a/b:1.2", "debian", "a/b@sha256:" + "0" * 64, "localhost/x:1"]
+)
 def test_an_image_of_a_named_registry_or_of_this_machine_is_taken(image):
     require_portable(of_image(image), ContainerRuntime(), {"registry.example", "docker.io"})
 
@@ -116,7 +122,9 @@ def test_a_runtime_that_does_not_isolate_takes_no_task_of_a_request():
 
 def test_a_group_cannot_evaluate_where_the_recorder_has_a_port_that_is_chosen(tmp_path):
     config = RolloutConfig(recorder={"listen_port": "8899"})
-    worker = Worker(config, harness="pi", engine="http://127.0.0.1:1", model="m", out=tmp_path / "run")
+    worker = Worker(
+        config, harness="pi", engine="http://127.0.0.1:1", model="m", out=tmp_path / "run"
+    )
     task = Task(id="t", instruction="go", evaluate=["true"])
     request = GroupRequest(id="g", task="t", sessions=1)
     assert requested_task(request, {"t": task}, worker, ()) is task

@@ -11,10 +11,24 @@ SECRET = b"THE-ANSWER-OF-LATER"
 
 def git(folder: Path, *arguments: str) -> str:
     """Run git as its user does, with the settings of nobody."""
-    environment = {"PATH": os.environ["PATH"], "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/"}
-    settings = ["-c", "user.name=dev", "-c", "user.email=dev@example.org", "-c", "protocol.file.allow=always"]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "HOME": "/",
+    }
+    settings = [
+        "-c",
+        "user.name=dev",
+        "-c",
+        "user.email=dev@example.org",
+        "-c",
+        "protocol.file.allow=always",
+    ]
     command = ["git", *settings, *arguments]
-    return subprocess.check_output(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True).strip()
+    return subprocess.check_output(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    ).strip()
 
 
 def commit(folder: Path, name: str, text: str, message: str = "change") -> str:
@@ -27,7 +41,8 @@ def commit(folder: Path, name: str, text: str, message: str = "change") -> str:
 
 
 def make_repository(folder: Path) -> str:
-    """Make a checkout whose later history has the secret everywhere. Return the base commit, with one before it."""
+    """Make a checkout whose later history has the secret everywhere. Return the base commit, with
+    one before it."""
     folder.mkdir(parents=True)
     secret = SECRET.decode()
     git(folder, "init", "--quiet", "--initial-branch=trunk")
@@ -63,7 +78,8 @@ def make_repository(folder: Path) -> str:
 
 
 def find_secret(folder: Path) -> list[str]:
-    """Return the files that have the secret: in their names, their bytes, or a zlib stream anywhere in them."""
+    """Return the files that have the secret: in their names, their bytes, or a zlib stream anywhere
+    in them."""
     found = []
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -14,11 +14,10 @@ def test_a_dockerfile_that_only_copies_needs_no_build(tmp_path):
         (tmp_path / name).touch()
     says = read(
         tmp_path,
-        "# syntax=docker/dockerfile:1\n"
-        "FROM python:3.13-slim\n\nWORKDIR /app\nWORKDIR sub\n"
-        'ENV A=1 B="two words"\nENV C three words\n'
-        "# a comment\nCOPY data .\nCOPY a.txt \\\n  # inside\n  b.txt /app/more/\nCOPY a.txt renamed\n"
-        'copy ["with space", "/elsewhere/"]\nLABEL x=1\nCMD ["bash"]\nEXPOSE 80\n',
+        "# syntax=docker/dockerfile:1\nFROM python:3.13-slim\n\nWORKDIR /app\nWORKDIR sub\nENV A=1"
+        ' B="two words"\nENV C three words\n# a comment\nCOPY data .\nCOPY a.txt \\\n  # inside\n '
+        ' b.txt /app/more/\nCOPY a.txt renamed\ncopy ["with space", "/elsewhere/"]\nLABEL x=1\nCMD'
+        ' ["bash"]\nEXPOSE 80\n',
     )
     assert says.unclear is None
     assert (says.base, says.workdir) == ("python:3.13-slim", "/app/sub")
@@ -32,7 +31,10 @@ def test_a_dockerfile_that_only_copies_needs_no_build(tmp_path):
     }
 
 
-NEED_A_BUILD = "COPY --from=b /x /y|COPY *.txt /y|COPY missing /y|COPY ../x /y|FROM b|ENV P=$PATH|USER me|ADD x /y"
+NEED_A_BUILD = (
+    "COPY --from=b /x /y|COPY *.txt /y|COPY missing /y|COPY ../x /y|FROM b|ENV P=$PATH|USER me|ADD"
+    " x /y"
+)
 
 
 @pytest.mark.parametrize("line", NEED_A_BUILD.split("|"))
@@ -48,5 +50,12 @@ def test_an_ignore_file_needs_a_build_and_no_base_is_no_image(tmp_path):
     (tmp_path / ".dockerignore").touch()
     assert read(tmp_path, "FROM a").unclear == "it has a .dockerignore"
     assert read(tmp_path, "FROM scratch").base is None
-    assert all(map(is_plain_system, ["ubuntu:24.04", "python", "docker.io/library/debian@sha256:0", "alpine:3"]))
-    assert not any(map(is_plain_system, ["me/python:3", "postgres:16", "ghcr.io/x/ubuntu", "pythonx"]))
+    assert all(
+        map(
+            is_plain_system,
+            ["ubuntu:24.04", "python", "docker.io/library/debian@sha256:0", "alpine:3"],
+        )
+    )
+    assert not any(
+        map(is_plain_system, ["me/python:3", "postgres:16", "ghcr.io/x/ubuntu", "pythonx"])
+    )

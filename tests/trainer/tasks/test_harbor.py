@@ -5,7 +5,9 @@ from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Build
 
 TEST = "#!/bin/bash\nmkdir -p /logs/verifier\necho 1 > /logs/verifier/reward.txt\n"
-DOCKERFILE = "FROM ubuntu:24.04\n\n# Install or copy over any environment dependencies here.\n\nWORKDIR /app"
+DOCKERFILE = (
+    "FROM ubuntu:24.04\n\n# Install or copy over any environment dependencies here.\n\nWORKDIR /app"
+)
 
 
 def write_task(folder, *, toml="", dockerfile=DOCKERFILE, test=TEST, instruction="Do it.\n"):
@@ -45,8 +47,18 @@ def test_a_task_folder_becomes_a_task(tmp_path):
         network_mode = "no-network"
     """
     task = load(tmp_path, toml=toml)
-    assert (task.id, task.instruction, task.timeout, task.workdir) == ("task", "Do it.", 900.0, "/app")
-    assert (task.image, task.image_optional, task.files, task.needs_network) == ("ubuntu:24.04", True, {}, None)
+    assert (task.id, task.instruction, task.timeout, task.workdir) == (
+        "task",
+        "Do it.",
+        900.0,
+        "/app",
+    )
+    assert (task.image, task.image_optional, task.files, task.needs_network) == (
+        "ubuntu:24.04",
+        True,
+        {},
+        None,
+    )
     assert (task.limits.cpus, task.limits.memory_gib, task.limits.disk_gib) == (2, 2, 0.5)
     assert (task.source, task.solution) == (str(tmp_path / "task"), tmp_path / "task" / "solution")
     judge = task.effective_judge
@@ -85,8 +97,19 @@ def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_pa
 
 def test_every_missing_part_of_a_folder_is_named_at_once(tmp_path):
     with pytest.raises(InputError) as error:
-        load(tmp_path, toml="[environment]\ngpus = 1\ntpu = 'x'", dockerfile=None, test=None, instruction=None)
-    for part in ("'environment.gpus' = 1, 'environment.tpu' = x", "instruction.md", "tests/test.sh", "Dockerfile"):
+        load(
+            tmp_path,
+            toml="[environment]\ngpus = 1\ntpu = 'x'",
+            dockerfile=None,
+            test=None,
+            instruction=None,
+        )
+    for part in (
+        "'environment.gpus' = 1, 'environment.tpu' = x",
+        "instruction.md",
+        "tests/test.sh",
+        "Dockerfile",
+    ):
         assert part in str(error.value)
 
 
@@ -98,7 +121,10 @@ def test_files_that_the_dockerfile_copies_are_in_the_workspace(tmp_path):
     task = load(tmp_path, dockerfile=text)
     assert (task.workdir, task.env, task.image_optional) == ("/app", {"A": "1"}, True)
     assert task.files == {"data": environment / "data", "one.txt": environment / "one.txt"}
-    assert load(tmp_path, dockerfile=text.replace("python:3.13-slim", "me/special")).image_optional is False
+    assert (
+        load(tmp_path, dockerfile=text.replace("python:3.13-slim", "me/special")).image_optional
+        is False
+    )
 
 
 def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
@@ -106,7 +132,12 @@ def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
     write_task(tmp_path / "task", toml=toml, dockerfile=None)
     (tmp_path / "task" / "environment").mkdir()
     (task,) = load_tasks(tmp_path / "task")
-    assert (task.image, task.image_optional, task.workdir, task.files) == ("python:3.13-slim", True, "/data", {})
+    assert (task.image, task.image_optional, task.workdir, task.files) == (
+        "python:3.13-slim",
+        True,
+        "/data",
+        {},
+    )
     (tmp_path / "task" / "environment" / "a").touch()
     (task,) = load_tasks(tmp_path / "task")
     assert task.files == {".": tmp_path / "task" / "environment"}
@@ -122,19 +153,26 @@ def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
         ("FROM ubuntu\nWORKDIR /x\nCOPY . /etc/x", "COPY to /etc/x, outside the work folder /x"),
     ],
 )
-def test_an_image_that_must_be_built_is_made_of_the_environment_folder_alone(tmp_path, dockerfile, why):
+def test_an_image_that_must_be_built_is_made_of_the_environment_folder_alone(
+    tmp_path, dockerfile, why
+):
     task = load(tmp_path, dockerfile=dockerfile, toml="[environment]\nbuild_timeout_sec = 90.0")
     assert task.build == Build(folder=tmp_path / "task" / "environment", timeout=90, why=why)
     assert (task.image, task.image_optional, task.files, task.workdir) == (None, False, {}, "/x")
 
 
 def test_without_a_dockerfile_and_an_image_both_are_named(tmp_path):
-    with pytest.raises(InputError, match=r"give environment/Dockerfile, or 'environment\.docker_image'"):
+    with pytest.raises(
+        InputError, match=r"give environment/Dockerfile, or 'environment\.docker_image'"
+    ):
         load(tmp_path, dockerfile=None)
 
 
 def test_a_separate_verifier_gets_the_artifacts_only(tmp_path):
-    toml = 'artifacts = ["out.json", { source = "/app/sub/x" }]\n[verifier]\nenvironment_mode = "separate"'
+    toml = (
+        'artifacts = ["out.json", { source = "/app/sub/x" }]\n[verifier]\nenvironment_mode ='
+        ' "separate"'
+    )
     separate = load(tmp_path, toml=toml).effective_judge
     assert separate.paths == ["out.json", "out.json/**", "sub/x", "sub/x/**"]
     with pytest.raises(InputError, match=r"the artifact /var/x is outside the work folder /app"):
@@ -146,14 +184,24 @@ def test_variables_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKEN", "t")
     toml = '[environment.env]\nA = "${TOKEN}"\nB = "${UNSET_ONE:-b}"\nC = "plain $x"\n'
     assert load(tmp_path, toml=toml).env == {"A": "t", "B": "b", "C": "plain $x"}
-    with pytest.raises(InputError, match=r"task\.toml: the variable A needs \$\{UNSET_ONE\}, which is not set"):
+    with pytest.raises(
+        InputError, match=r"task\.toml: the variable A needs \$\{UNSET_ONE\}, which is not set"
+    ):
         load(tmp_path, toml='[verifier.env]\nA = "${UNSET_ONE}"\n')
 
 
 def test_older_sizes_are_read_a_canary_is_not_shown_and_the_name_must_be_an_id(tmp_path):
     sizes = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'
-    task = load(tmp_path, toml=sizes, instruction="<!-- harbor-canary GUID x -->\n# canary y\n\n# Title\nDo it.\n")
-    assert (task.limits.memory_gib, task.limits.disk_gib, task.instruction) == (2, 0.5, "# Title\nDo it.")
+    task = load(
+        tmp_path,
+        toml=sizes,
+        instruction="<!-- harbor-canary GUID x -->\n# canary y\n\n# Title\nDo it.\n",
+    )
+    assert (task.limits.memory_gib, task.limits.disk_gib, task.instruction) == (
+        2,
+        0.5,
+        "# Title\nDo it.",
+    )
     with pytest.raises(InputError, match="with space: 'id' is 'with space'"):
         load_tasks(write_task(tmp_path / "with space"))
 
@@ -167,16 +215,30 @@ ALLOWLIST = 'network_mode = "allowlist"\nallowed_hosts = ["a.org", "*.b.org", ":
         ("", None, []),
         ('[environment]\nnetwork_mode = "public"', ["*:*"], ["*:*"]),
         ('[environment]\nnetwork_mode = "no-network"', [], []),
-        (f"[environment]\n{ALLOWLIST}", ["a.org:*", "*.b.org:*", "[::1]:*"], ["a.org:*", "*.b.org:*", "[::1]:*"]),
+        (
+            f"[environment]\n{ALLOWLIST}",
+            ["a.org:*", "*.b.org:*", "[::1]:*"],
+            ["a.org:*", "*.b.org:*", "[::1]:*"],
+        ),
         (f"[agent]\n{ALLOWLIST}", ["a.org:*", "*.b.org:*", "[::1]:*"], []),
-        ('[environment]\nnetwork_mode = "no-network"\n[verifier]\nnetwork_mode = "public"', [], ["*:*"]),
-        ('[environment]\nnetwork_mode = "public"\n[verifier]\nnetwork_mode = "no-network"', ["*:*"], []),
+        (
+            '[environment]\nnetwork_mode = "no-network"\n[verifier]\nnetwork_mode = "public"',
+            [],
+            ["*:*"],
+        ),
+        (
+            '[environment]\nnetwork_mode = "public"\n[verifier]\nnetwork_mode = "no-network"',
+            ["*:*"],
+            [],
+        ),
         ("[environment]\nallow_internet = true", ["*:*"], ["*:*"]),
         ("[environment]\nallow_internet = false", [], []),
         ('[environment]\nallow_internet = true\nnetwork_mode = "no-network"', [], []),
     ],
 )
-def test_network_policies_are_the_hosts_of_the_session_and_of_its_judge(tmp_path, toml, agents, judges):
+def test_network_policies_are_the_hosts_of_the_session_and_of_its_judge(
+    tmp_path, toml, agents, judges
+):
     task = load(tmp_path, toml=toml)
     assert (task.allow, task.effective_judge.allow, task.needs_network) == (agents, judges, None)
 
@@ -184,8 +246,14 @@ def test_network_policies_are_the_hosts_of_the_session_and_of_its_judge(tmp_path
 @pytest.mark.parametrize(
     ("toml", "why"),
     [
-        ('[agent]\nallowed_hosts = ["a.org"]', "'allowed_hosts' needs 'network_mode' = \"allowlist\""),
-        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["10.0.0.0/8"]', "no ranges of addresses"),
+        (
+            '[agent]\nallowed_hosts = ["a.org"]',
+            "'allowed_hosts' needs 'network_mode' = \"allowlist\"",
+        ),
+        (
+            '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["10.0.0.0/8"]',
+            "no ranges of addresses",
+        ),
     ],
 )
 def test_a_network_policy_that_cannot_be_had_is_refused(tmp_path, toml, why):
@@ -193,7 +261,10 @@ def test_a_network_policy_that_cannot_be_had_is_refused(tmp_path, toml, why):
         load(tmp_path, toml=toml)
 
 
-DOWNLOADS = "apt-get update|curl -LsSf https://x > x|if uvx pytest; then|pip install pytest|python -m pip install x"
+DOWNLOADS = (
+    "apt-get update|curl -LsSf https://x > x|if uvx pytest; then|pip install pytest|python -m pip"
+    " install x"
+)
 
 
 @pytest.mark.parametrize("line", DOWNLOADS.split("|"))
@@ -210,7 +281,10 @@ def test_tests_that_download_need_a_network(tmp_path, line):
         ('[[steps]]\nname = "one"', r"task\.toml: rolltap cannot have 'steps' = "),
         ("[environment]\ngpus = 1", r"rolltap cannot have 'environment\.gpus' = 1: remove it"),
         ('[environment]\nos = "windows"', r"'environment\.os' = windows"),
-        ('[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"', r"'environment\.mcp_servers' = "),
+        (
+            '[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"',
+            r"'environment\.mcp_servers' = ",
+        ),
         ('[environment]\nskills_dir = "/skills"', r"'environment\.skills_dir' = /skills"),
         ('[environment.healthcheck]\ncommand = "true"', r"'environment\.healthcheck' = "),
         ('[environment.tpu]\ntype = "v6e"\ntopology = "2x2"', r"'environment\.tpu' = "),
@@ -232,7 +306,11 @@ def test_what_rolltap_does_not_have_is_refused_by_its_key(tmp_path, toml, messag
 
 def test_files_that_rolltap_cannot_use_are_refused(tmp_path):
     separate = '[verifier]\nenvironment_mode = "separate"'
-    files = {"environment/docker-compose.yaml": "", "trajectory.json": "", "tests/Dockerfile": separate}
+    files = {
+        "environment/docker-compose.yaml": "",
+        "trajectory.json": "",
+        "tests/Dockerfile": separate,
+    }
     for name, toml in files.items():
         folder = write_task(tmp_path / name.replace("/", "-"), toml=toml)
         (folder / name).touch()

@@ -11,7 +11,9 @@ GOOD = {"id": "t", "instruction": "Do it.", "evaluate": ["true"]}
 
 def write(folder, *tasks):
     path = folder / "tasks.jsonl"
-    path.write_text("\n".join(task if isinstance(task, str) else json.dumps(task) for task in tasks))
+    path.write_text(
+        "\n".join(task if isinstance(task, str) else json.dumps(task) for task in tasks)
+    )
     return path
 
 
@@ -30,7 +32,9 @@ def test_the_module_of_a_function_is_looked_for_beside_the_task_file(tmp_path):
     function = {"kind": "python", "function": "my_judges:right"}
     several = {"kind": "several", "judges": [{"name": "a", "judge": function}]}
     judges = [function, {**function, "folder": "judges"}, several]
-    written = [{"id": f"t{n}", "instruction": "x", "judge": judge} for n, judge in enumerate(judges)]
+    written = [
+        {"id": f"t{n}", "instruction": "x", "judge": judge} for n, judge in enumerate(judges)
+    ]
     tasks = load_tasks(write(tmp_path, *written))
     assert [task.judge.folder for task in tasks[:2]] == [tmp_path, tmp_path / "judges"]
     assert tasks[2].judge.judges[0].judge.folder == tmp_path
@@ -64,12 +68,27 @@ NOTHING = {"kind": "command", "command": []}
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        ({"kind": "pytset"}, "'judge.kind' is 'pytset': write one of command, pytest, python, llm, several"),
-        ({"command": ["true"]}, "'judge.kind' is missing: write one of command, pytest, python, llm, several"),
+        (
+            {"kind": "pytset"},
+            "'judge.kind' is 'pytset': write one of command, pytest, python, llm, several",
+        ),
+        (
+            {"command": ["true"]},
+            "'judge.kind' is missing: write one of command, pytest, python, llm, several",
+        ),
         ({"kind": "pytest", "fail_to_pas": []}, "unknown key 'judge.fail_to_pas'"),
-        ({"kind": "command", "command": "x"}, "'judge.command' is 'x': give a list of words: [\"x\"]"),
-        ({"kind": "llm", "rubric": "r", "url": "u", "model": "m", "tests": "."}, "unknown key 'judge.tests'"),
-        ({"kind": "several", "judges": [{"name": "a", "judge": NOTHING}]}, "'judge.judges.0.judge.command' is []"),
+        (
+            {"kind": "command", "command": "x"},
+            "'judge.command' is 'x': give a list of words: [\"x\"]",
+        ),
+        (
+            {"kind": "llm", "rubric": "r", "url": "u", "model": "m", "tests": "."},
+            "unknown key 'judge.tests'",
+        ),
+        (
+            {"kind": "several", "judges": [{"name": "a", "judge": NOTHING}]},
+            "'judge.judges.0.judge.command' is []",
+        ),
     ],
 )
 def test_a_mistake_in_a_judge_is_named_by_the_keys_of_the_file(tmp_path, judge, message):

@@ -73,7 +73,11 @@ def test_an_image_of_the_row_is_used_without_repositories(tmp_path, row):
         assert found == ("swebench/x:1", False, None, "/testbed", row["base_commit"])
         assert task.effective_judge.command[0] == "bash"
     (task,) = load(tmp_path, {**row, "image": "swebench/x:1"})
-    assert (task.image, task.image_optional, task.workspace.name) == ("swebench/x:1", True, "owner__name")
+    assert (task.image, task.image_optional, task.workspace.name) == (
+        "swebench/x:1",
+        True,
+        "owner__name",
+    )
 
 
 @pytest.mark.parametrize("name", ["owner__name", "owner__name.git", "owner/name", "owner/name.git"])
@@ -93,7 +97,10 @@ def test_a_plain_folder_inside_a_larger_repository_is_no_repository(tmp_path, ro
 
 
 def test_the_rows_of_every_dataset_format_are_the_same(tmp_path, row):
-    rows = [row, {**row, "instance_id": "owner__name-2", "FAIL_TO_PASS": '["tests/test_code.py::test_z"]'}]
+    rows = [
+        row,
+        {**row, "instance_id": "owner__name-2", "FAIL_TO_PASS": '["tests/test_code.py::test_z"]'},
+    ]
     dataset = Dataset.from_list(rows)
     dataset.save_to_disk(tmp_path / "one")
     DatasetDict({"test": dataset}).save_to_disk(tmp_path / "split")
@@ -133,7 +140,10 @@ def test_a_row_inside_a_nemo_gym_row_is_found(tmp_path, row):
 @pytest.mark.parametrize(
     ("config", "begin"),
     [
-        ({"install_config": {"test_cmd": "pytest -rA --tb=line", "python": "3.9"}}, ["pytest", "-rA", "--tb=line"]),
+        (
+            {"install_config": {"test_cmd": "pytest -rA --tb=line", "python": "3.9"}},
+            ["pytest", "-rA", "--tb=line"],
+        ),
         ({"install_config": '{"test_cmd": "pytest -rA"}'}, ["pytest", "-rA"]),
         ({"test_cmd": ["TZ=UTC pytest -q"]}, ["env", "TZ=UTC", "pytest", "-q"]),
         ({"install_config": {"python": "3.9"}}, ["python", "-m", "pytest"]),
@@ -152,13 +162,31 @@ def test_the_test_command_of_a_row_is_used(tmp_path, row, config, begin):
         ({"FAIL_TO_PASS": "[]"}, "'FAIL_TO_PASS' is"),
         ({"FAIL_TO_PASS": "[1"}, "'FAIL_TO_PASS' is '\\[1'"),
         ({"FAIL_TO_PASS": None}, "'FAIL_TO_PASS' is None"),
-        ({"FAIL_TO_PASS": '["test_sum (utils.Tests)"]'}, r"FAIL_TO_PASS names the test 'test_sum \(utils\.Tests\)', w"),
-        ({"PASS_TO_PASS": '["test_sum"]'}, "PASS_TO_PASS names the test 'test_sum', which is not a pytest name"),
+        (
+            {"FAIL_TO_PASS": '["test_sum (utils.Tests)"]'},
+            r"FAIL_TO_PASS names the test 'test_sum \(utils\.Tests\)', w",
+        ),
+        (
+            {"PASS_TO_PASS": '["test_sum"]'},
+            "PASS_TO_PASS names the test 'test_sum', which is not a pytest name",
+        ),
         ({"repo": "name"}, "'repo' is 'name'"),
-        ({"base_commit": "f" * 40}, r"owner__name has no commit f{40} \('base_commit'\): fetch it there"),
-        ({"repo": "other/name"}, r"has no repository other__name or other/name \('repo'\): clone it there"),
-        ({"test_cmd": "./runtests.py"}, r"'test_cmd' is '\./runtests\.py', and only one pytest command"),
-        ({"test_cmd": "make && pytest"}, "'test_cmd' is 'make && pytest', and only one pytest command"),
+        (
+            {"base_commit": "f" * 40},
+            r"owner__name has no commit f{40} \('base_commit'\): fetch it there",
+        ),
+        (
+            {"repo": "other/name"},
+            r"has no repository other__name or other/name \('repo'\): clone it there",
+        ),
+        (
+            {"test_cmd": "./runtests.py"},
+            r"'test_cmd' is '\./runtests\.py', and only one pytest command",
+        ),
+        (
+            {"test_cmd": "make && pytest"},
+            "'test_cmd' is 'make && pytest', and only one pytest command",
+        ),
         ({"test_cmd": ["make", "pytest"]}, "'test_cmd' is .*, and only one pytest command"),
         ({"problem_statement": ""}, "'problem_statement' is ''"),
         ({"instance_id": "a b"}, "'id' is 'a b'"),
@@ -170,27 +198,52 @@ def test_what_a_row_asks_for_and_cannot_have_is_named(tmp_path, row, change, mes
     assert re.search(rf"rows\.jsonl, line 2.*{message}", *refused)
 
 
-DJANGO = {"repo": "django/django", "FAIL_TO_PASS": '["test_sum (utils.tests.Sums)"]', "version": "4.2"}
+DJANGO = {
+    "repo": "django/django",
+    "FAIL_TO_PASS": '["test_sum (utils.tests.Sums)"]',
+    "version": "4.2",
+}
 
 
 def test_a_row_of_django_or_sympy_is_judged_by_its_own_program_in_the_image(tmp_path, row):
-    patch = "diff --git a/tests/utils/test_x.py b/tests/utils/test_x.py\n+x\ndiff --git a/a.txt b/a.txt\n"
+    patch = (
+        "diff --git a/tests/utils/test_x.py b/tests/utils/test_x.py\n+x\ndiff --git a/a.txt"
+        " b/a.txt\n"
+    )
     row = {**row, **DJANGO, "test_patch": patch, "image": "swebench/x"}
     (task,) = load(tmp_path, row, local=False)
     judge = task.effective_judge
-    assert (judge.log_parser, judge.files, task.image_optional) == ("parse_log_django", ["tests/runtests.py"], False)
-    assert judge.command[-6:] == ["--verbosity", "2", "--settings=test_sqlite", "--parallel", "1", "utils.test_x"]
+    assert (judge.log_parser, judge.files, task.image_optional) == (
+        "parse_log_django",
+        ["tests/runtests.py"],
+        False,
+    )
+    assert judge.command[-6:] == [
+        "--verbosity",
+        "2",
+        "--settings=test_sqlite",
+        "--parallel",
+        "1",
+        "utils.test_x",
+    ]
     (old,) = load(tmp_path, {**row, "version": "1.9"}, local=False)
     assert old.effective_judge.command[-3:] == ["--verbosity", "2", "utils.test_x"]
     names = {"repo": "sympy/sympy", "FAIL_TO_PASS": '["test_sum"]', "PASS_TO_PASS": "[]"}
     (task,) = load(tmp_path, {**row, **names}, local=False)
     assert task.effective_judge.log_parser == "parse_log_sympy"
-    assert task.effective_judge.command[-4:] == ["bin/test", "-C", "--verbose", "tests/utils/test_x.py"]
+    assert task.effective_judge.command[-4:] == [
+        "bin/test",
+        "-C",
+        "--verbose",
+        "tests/utils/test_x.py",
+    ]
 
 
 def test_without_an_image_or_a_test_file_it_is_refused(tmp_path, row):
     (tmp_path / "repositories" / "django__django").symlink_to("owner__name")
-    with pytest.raises(InputError, match=r"the test program of django/django runs in the row's image only"):
+    with pytest.raises(
+        InputError, match=r"the test program of django/django runs in the row's image only"
+    ):
         load(tmp_path, {**row, **DJANGO})
     with pytest.raises(InputError, match=r"'test_patch' has no Python file"):
         load(tmp_path, {**row, **DJANGO, "image": "x", "test_patch": ""}, local=False)
@@ -201,7 +254,9 @@ def test_refused_rows_cost_only_themselves_and_are_counted_or_listed(tmp_path, r
     rows = [*others[:2], {**row, "repo": "name"}, row, others[2], {"instance_id": 1}]
     assert [task.id for task in load(tmp_path, *rows)] == ["owner__name-1"]
     (line,) = caplog.messages
-    assert re.search(r"rows\.jsonl: 5 refused of 6 tasks: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line)
+    assert re.search(
+        r"rows\.jsonl: 5 refused of 6 tasks: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line
+    )
     refused = []
     load(tmp_path, *rows, refused=refused)
     assert [re.search(r", line (\d)", line)[1] for line in refused] == ["1", "2", "3", "5", "6"]
@@ -209,9 +264,13 @@ def test_refused_rows_cost_only_themselves_and_are_counted_or_listed(tmp_path, r
 
 def test_only_refused_rows_are_an_error(tmp_path, row):
     for options in ({}, {"refused": []}):
-        with pytest.raises(InputError, match=r"has no tasks: 2 refused of 2 tasks: 2 x .*line 1.*'FAIL_TO_PASS' is"):
+        with pytest.raises(
+            InputError, match=r"has no tasks: 2 refused of 2 tasks: 2 x .*line 1.*'FAIL_TO_PASS' is"
+        ):
             load(tmp_path, *[{**row, "FAIL_TO_PASS": "[]"}] * 2, **options)
-    with pytest.raises(InputError, match=r"line 1 \(owner__name-1\): the row has no image \(keys .*owner__name"):
+    with pytest.raises(
+        InputError, match=r"line 1 \(owner__name-1\): the row has no image \(keys .*owner__name"
+    ):
         load(tmp_path, row, local=False)
     with pytest.raises(InputError, match=r"the folder of repositories .*none is not a folder"):
         load_tasks(write(tmp_path, row), repositories=tmp_path / "none")

@@ -15,9 +15,13 @@ def make_task(**fields):
 def test_a_task_has_either_a_command_or_a_judge():
     assert make_task().effective_judge == CommandJudge(command=["true"])
     assert make_task(evaluate=[], judge={"kind": "pytest"}).effective_judge == PytestJudge()
-    with pytest.raises(InputError, match="'evaluate' is missing: give the judge's command, or a table 'judge'"):
+    with pytest.raises(
+        InputError, match="'evaluate' is missing: give the judge's command, or a table 'judge'"
+    ):
         make_task(evaluate=[])
-    with pytest.raises(InputError, match="'evaluate' and 'judge' are both given: remove 'evaluate'"):
+    with pytest.raises(
+        InputError, match="'evaluate' and 'judge' are both given: remove 'evaluate'"
+    ):
         make_task(judge={"kind": "pytest"})
 
 
@@ -33,12 +37,24 @@ def test_a_task_has_either_a_command_or_a_judge():
         ({"id": "x" * 201}, "id"),
         ({"limits": {"memory": 1}}, "memory"),
         ({"workdir": "/"}, "workdir"),
-        ({"image": "a", "build": {"folder": "x"}}, "'image' and 'build' are both given: remove one"),
+        (
+            {"image": "a", "build": {"folder": "x"}},
+            "'image' and 'build' are both given: remove one",
+        ),
         ({"instruction": 3}, "task 't': 'instruction' is 3: Input should be a valid string"),
         ({"instuction": "Do it."}, "task 't': unknown key 'instuction'"),
-        ({"evaluate": "true"}, "task 't': 'evaluate' is 'true': give a list of words: \\[\"true\"]"),
-        ({"evaluate": [], "judge": {"kind": "bash"}}, "task 't': 'judge.kind' is 'bash': write one of command, pytest"),
-        ({"source": "rows, line 3", "workspace": 4}, "rows, line 3: 'workspace' is 4: Input is not a valid path"),
+        (
+            {"evaluate": "true"},
+            "task 't': 'evaluate' is 'true': give a list of words: \\[\"true\"]",
+        ),
+        (
+            {"evaluate": [], "judge": {"kind": "bash"}},
+            "task 't': 'judge.kind' is 'bash': write one of command, pytest",
+        ),
+        (
+            {"source": "rows, line 3", "workspace": 4},
+            "rows, line 3: 'workspace' is 4: Input is not a valid path",
+        ),
     ],
 )
 def test_a_mistake_is_refused_in_one_line(fields, message):
@@ -87,7 +103,12 @@ def test_missing_fields_are_named_and_a_text_is_a_path():
 
 def test_a_digest_is_of_what_the_task_asks_not_of_where_it_lies(tmp_path):
     def digest(folder, **fields):
-        judge = {"kind": "command", "command": ["true"], "tests": folder, "mounts": {"/tests": folder}}
+        judge = {
+            "kind": "command",
+            "command": ["true"],
+            "tests": folder,
+            "mounts": {"/tests": folder},
+        }
         fields = {"workspace": folder, "build": {"folder": folder}, **fields}
         return make_task(evaluate=[], judge=judge, **fields).digest()
 
@@ -120,7 +141,10 @@ def test_a_checkout_counts_by_its_commit(tmp_path):
     base = make_repository(tmp_path / "repository")
     shutil.copytree(tmp_path / "repository", tmp_path / "other")
     (tmp_path / "other" / "code.py").write_text("changed")
-    tasks = [make_task(workspace=tmp_path / name, commit=base) for name in ("repository", "other", "nowhere")]
+    tasks = [
+        make_task(workspace=tmp_path / name, commit=base)
+        for name in ("repository", "other", "nowhere")
+    ]
     assert len({task.digest() for task in tasks}) == 1
     changed = [make_task(workspace=tmp_path / name).digest() for name in ("repository", "other")]
     assert changed[0] != changed[1]

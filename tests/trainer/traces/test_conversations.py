@@ -38,7 +38,9 @@ class TestRebuildTurns:
         assert turns[0].messages() == [HELLO]
         assert turns[2].messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
         assert turns[2].reply == said("three")
-        assert [turn.tools for turn in turns] == [[BASH]] * 3  # the parent's, where the row has none
+        assert [turn.tools for turn in turns] == [
+            [BASH]
+        ] * 3  # the parent's, where the row has none
 
     def test_neither_the_order_of_the_calls_nor_another_branch_matters(self):
         expected = [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
@@ -60,7 +62,9 @@ class TestRebuildTurns:
             ([asked(0, reply=None)], [], ["its messages were not recorded"]),
         ],
     )
-    def test_a_conversation_without_its_beginning_says_why_and_has_what_is_known(self, calls, known, incomplete):
+    def test_a_conversation_without_its_beginning_says_why_and_has_what_is_known(
+        self, calls, known, incomplete
+    ):
         turns = rebuild_conversations(calls)
         assert [turn.incomplete for turn in turns] == incomplete
         assert (turns[-1].messages(), turns[-1].tools) == (known, None)

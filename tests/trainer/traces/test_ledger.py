@@ -15,15 +15,23 @@ def test_ledgers_can_be_added():
 def test_tokens_are_left_out_of_those_to_train():
     ledger = Ledger(sampled=5, trained=5).leave_out("no_signal", 2)
     assert ledger == Ledger(sampled=5, trained=3, left_out={"no_signal": 2})
-    assert ledger.leave_out("no_reward") == Ledger(sampled=5, left_out={"no_signal": 2, "no_reward": 3})
+    assert ledger.leave_out("no_reward") == Ledger(
+        sampled=5, left_out={"no_signal": 2, "no_reward": 3}
+    )
 
 
 @pytest.mark.parametrize(
     "ledger",
-    [Ledger(sampled=5, trained=4), Ledger(sampled=5, trained=5, left_out={"failed": 1}), Ledger(sampled=0, trained=1)],
+    [
+        Ledger(sampled=5, trained=4),
+        Ledger(sampled=5, trained=5, left_out={"failed": 1}),
+        Ledger(sampled=0, trained=1),
+    ],
 )
 def test_a_ledger_that_does_not_add_up_is_an_error(ledger):
-    with pytest.raises(LedgerError, match=f"does not add up: {ledger.sampled}: {ledger.trained} to train"):
+    with pytest.raises(
+        LedgerError, match=f"does not add up: {ledger.sampled}: {ledger.trained} to train"
+    ):
         ledger.check()
 
 
@@ -32,7 +40,11 @@ def call(kind, prompt, prefix, cached):
 
 
 def prompts(*counts):
-    return CachedPrompts(**dict(zip(("calls", "prompt_tokens", "known_tokens", "cached_tokens"), counts, strict=True)))
+    return CachedPrompts(
+        **dict(
+            zip(("calls", "prompt_tokens", "known_tokens", "cached_tokens"), counts, strict=True)
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +74,9 @@ def test_prompts_are_counted_by_kind(calls, expected):
         ((2, 2000, 1000, 50), 0.025, False),  # long new messages are no fault of the cache
     ],
 )
-def test_a_cache_is_unused_when_next_to_nothing_of_what_it_could_have_came_from_it(counted, share, unused):
+def test_a_cache_is_unused_when_next_to_nothing_of_what_it_could_have_came_from_it(
+    counted, share, unused
+):
     assert (prompts(*counted).share, prompts(*counted).unused) == (share, unused)
 
 
@@ -72,7 +86,10 @@ def test_a_cache_is_unused_when_next_to_nothing_of_what_it_could_have_came_from_
         ({}, {}),
         ({"codex": prompts(1, 0, 0, 0)}, {}),
         ({"codex": prompts(1, 100, 90, 50)}, {"": 0.5}),
-        ({"codex": prompts(1, 100, 90, 50), "pi": prompts(2, 300, 290, 300)}, {"": 0.875, "codex": 0.5, "pi": 1.0}),
+        (
+            {"codex": prompts(1, 100, 90, 50), "pi": prompts(2, 300, 290, 300)},
+            {"": 0.875, "codex": 0.5, "pi": 1.0},
+        ),
         ({"codex": prompts(1, 100, 90, 50), "": prompts(1, 100, 90, 0)}, {"": 0.25, "codex": 0.5}),
     ],
 )

@@ -21,7 +21,13 @@ def run(tmp_path):
 def chain():
     root = make_call(0, [1, 2], [3], sampling='{"temperature": 1.0}', reply='{"content": "hi"}')
     turn = make_call(1, [4], [5, 6], after=root, messages='[{"role": "tool"}]')
-    return [root, turn, make_call(2, [], [7], after=turn, status="aborted", finish_reason="abort", finished_at=START)]
+    return [
+        root,
+        turn,
+        make_call(
+            2, [], [7], after=turn, status="aborted", finish_reason="abort", finished_at=START
+        ),
+    ]
 
 
 class TestLoadCalls:
@@ -56,7 +62,9 @@ class TestLoadCalls:
         add_rows(run, *chain, rendered)
         assert RecordedCalls(run)["s"][-1] == rendered
 
-    def test_a_call_whose_parent_is_missing_keeps_its_suffix_and_is_marked_with_its_descendants(self, run, chain):
+    def test_a_call_whose_parent_is_missing_keeps_its_suffix_and_is_marked_with_its_descendants(
+        self, run, chain
+    ):
         add_rows(run, *chain[1:])
         turn, last = RecordedCalls(run)["s"]
         assert turn.violation == "parent 0 is not in the run"
@@ -69,13 +77,26 @@ class TestLoadCalls:
         turn.prefix_length = 2
         add_rows(run, root, turn, make_call(2, [1, 2, 3], [4], prefix_length=1))
         _, turn, alone = RecordedCalls(run)["s"]
-        assert (turn.violation, turn.prompt_ids) == ("the prompt has 4 tokens, but 5 can be rebuilt", [3, 4])
+        assert (turn.violation, turn.prompt_ids) == (
+            "the prompt has 4 tokens, but 5 can be rebuilt",
+            [3, 4],
+        )
         assert alone.violation == "the prompt has 3 tokens, but 2 can be rebuilt"
 
-    def test_calls_that_are_each_others_parents_are_marked_and_a_recorded_violation_is_kept(self, run):
+    def test_calls_that_are_each_others_parents_are_marked_and_a_recorded_violation_is_kept(
+        self, run
+    ):
         cycle = make_call(0, [1], [2], parent_id="1"), make_call(1, [1], [2], parent_id="0")
-        add_rows(run, *cycle, make_call(2, [1], [2], parent_id="gone", violation="log-probability 0 is nan"))
-        violations = ["parent 1 is not in the run", "parent 0 is not in the run", "log-probability 0 is nan"]
+        add_rows(
+            run,
+            *cycle,
+            make_call(2, [1], [2], parent_id="gone", violation="log-probability 0 is nan"),
+        )
+        violations = [
+            "parent 1 is not in the run",
+            "parent 0 is not in the run",
+            "log-probability 0 is nan",
+        ]
         assert [call.violation for call in RecordedCalls(run)["s"]] == violations
 
     def test_a_call_that_is_recorded_twice_is_refused(self, run, chain):
@@ -86,7 +107,9 @@ class TestLoadCalls:
 
 
 class TestChangedRows:
-    def test_a_changed_call_and_those_that_continue_it_are_marked_and_others_are_not(self, run, chain, caplog):
+    def test_a_changed_call_and_those_that_continue_it_are_marked_and_others_are_not(
+        self, run, chain, caplog
+    ):
         rendered = make_call(3, [8, 8], [9], parent_id="1", kind="rendered")
         add_rows(run, *chain, rendered)
         change_rows(run, "calls", lambda row: row["call_id"] == "1", completion_ids=[5, 7])
@@ -94,19 +117,32 @@ class TestChangedRows:
         assert (root.violation, other.violation) == (None, None)
         assert changed.violation == "its row was changed after it was written"
         assert last.violation == "its prompt continues call 1, whose row was changed"
-        assert "1 rows of session s were changed after they were written (call 1): not trained on" in caplog.text
+        assert (
+            "1 rows of session s were changed after they were written (call 1): not trained on"
+            in caplog.text
+        )
 
     def test_no_token_of_a_changed_call_and_of_all_that_continue_it_is_trained(self, run, chain):
         add_rows(run, *chain)
         change_rows(run, "calls", lambda row: row["call_id"] == "0", logprobs=[-0.25])
-        assert RecordedCalls(run)["s"][2].violation == "its prompt continues call 1, whose row was changed"
+        assert (
+            RecordedCalls(run)["s"][2].violation
+            == "its prompt continues call 1, whose row was changed"
+        )
         [traced] = iter_traces(run, TraceOptions())
         assert traced.traces == []
         assert traced.ledger.left_out == {"violation": 3, "aborted": 1}
 
     def test_a_changed_session_has_no_reward_and_says_why(self, run, caplog):
         add_rows(run, make_session("s", reward=0.0), make_session("t", reward=0.0))
-        change_rows(run, "sessions", lambda row: row["session_id"] == "s", reward=1.0, suspicions="{", parts=None)
+        change_rows(
+            run,
+            "sessions",
+            lambda row: row["session_id"] == "s",
+            reward=1.0,
+            suspicions="{",
+            parts=None,
+        )
         changed, other = load_sessions(run).values()
         assert SessionReader(run).read("s").session == changed
         assert (changed.reward, changed.error) == (None, "its row was changed after it was written")
@@ -134,7 +170,11 @@ def test_the_rows_of_sessions_are_read_once_each_while_the_run_grows(run, monkey
     monkeypatch.setattr(reader, "make_session", lambda row: made.append(row) or make(row))
     table = SessionTable(run)
     for number in range(3):
-        add_rows(run, make_session(str(number), reward=0.0), make_session("s", reward=1.0, revision=number))
+        add_rows(
+            run,
+            make_session(str(number), reward=0.0),
+            make_session("s", reward=1.0, revision=number),
+        )
         assert table.refresh() == table.refresh() == load_sessions(run)
     assert len(made) == 6 + (2 + 4 + 6)
     assert table.rows["s"].revision == 2

@@ -29,7 +29,9 @@ def row(call, **fields):
     start = first_routed(call)
     experts = chosen(ids_of(call)[start:]).astype("u1").tobytes()
     names = {"session_id": call.session_id, "call_id": call.call_id}
-    return Routing(**{**names, "first": start, "layers": 2, "top_k": 2, "experts": experts, **fields})
+    return Routing(
+        **{**names, "first": start, "layers": 2, "top_k": 2, "experts": experts, **fields}
+    )
 
 
 @pytest.mark.parametrize("strategy", ["prefix_merging", "per_request"])
@@ -49,7 +51,15 @@ def test_each_trace_has_the_experts_of_its_tokens_but_the_last(tmp_path, strateg
     ("rows", "left_out"),
     [
         ([row(ROOT), row(RIGHT), row(LAST)], 3),
-        ([row(ROOT), row(RIGHT), row(LAST), row(LEFT, missing="the engine returned none", experts=b"")], 3),
+        (
+            [
+                row(ROOT),
+                row(RIGHT),
+                row(LAST),
+                row(LEFT, missing="the engine returned none", experts=b""),
+            ],
+            3,
+        ),
         ([row(ROOT), row(RIGHT), row(LAST), row(LEFT, experts=row(LEFT).experts[:-4])], 3),
         ([row(RIGHT), row(LEFT), row(LAST)], 6),
         ([], 6),
@@ -60,7 +70,11 @@ def test_calls_without_experts_and_those_that_continue_them_are_left_out(tmp_pat
     run = write_run(tmp_path, *CALLS, make_session(), *rows)
     batch = open_run(run).traces(routing=True).batch()
     assert batch.ledger.left_out == {"missing_routing": left_out}
-    assert batch.ledger.trained == 6 - left_out == sum(sum(trace.completion_mask) for trace in batch.traces)
+    assert (
+        batch.ledger.trained
+        == 6 - left_out
+        == sum(sum(trace.completion_mask) for trace in batch.traces)
+    )
     for trace in batch.traces:
         assert len(trace.routing) == len(trace.prompt_ids) + len(trace.completion_ids) - 1
 

@@ -24,7 +24,9 @@ def row(call, name="big", **fields):
         "name": name,
         "scorer": "/big (1)",
     }
-    return Score(**{**names, "logprobs": [-float(token) for token in call.completion_ids], **fields})
+    return Score(
+        **{**names, "logprobs": [-float(token) for token in call.completion_ids], **fields}
+    )
 
 
 @pytest.fixture
@@ -54,11 +56,17 @@ def test_each_trace_has_the_scores_of_the_tokens_that_it_trains(run, strategy):
     ],
     ids=["no row", "too few", "another name", "two calls"],
 )
-def test_calls_without_scores_are_left_out_for_that_reason_and_the_sums_are_exact(tmp_path, rows, left_out):
+def test_calls_without_scores_are_left_out_for_that_reason_and_the_sums_are_exact(
+    tmp_path, rows, left_out
+):
     run = write_run(tmp_path, *CALLS, make_session(), *rows)
     batch = open_run(run).traces(scores="big").batch()
     assert batch.ledger.left_out == {"missing_scores": left_out}
-    assert batch.ledger.trained == 5 - left_out == sum(sum(trace.completion_mask) for trace in batch.traces)
+    assert (
+        batch.ledger.trained
+        == 5 - left_out
+        == sum(sum(trace.completion_mask) for trace in batch.traces)
+    )
 
 
 def test_of_several_rows_of_a_call_the_last_counts(run):
@@ -86,7 +94,8 @@ def test_split_and_merge_keep_all_scores_and_a_filter_those_of_its_calls(tmp_pat
 
 def test_a_name_that_the_run_does_not_have_is_refused_with_those_that_it_has(run):
     with pytest.raises(
-        InputError, match=r"has no scores 'small', but big: `rolltap score .*run --as small` makes them"
+        InputError,
+        match=r"has no scores 'small', but big: `rolltap score .*run --as small` makes them",
     ):
         list(open_run(run).traces(scores="small"))
 
@@ -95,5 +104,7 @@ def test_a_name_of_two_scorers_as_in_a_merged_run_is_refused(run, tmp_path):
     other = make_call(1, session_id="t")
     second = write_run(tmp_path / "second", other, make_session("t"), row(other, scorer="/big (2)"))
     merge_runs([run, second], tmp_path / "both", progress=False)
-    with pytest.raises(InputError, match=r"'big' of .* are those of /big \(1\) and /big \(2\): score it as another"):
+    with pytest.raises(
+        InputError, match=r"'big' of .* are those of /big \(1\) and /big \(2\): score it as another"
+    ):
         list(open_run(tmp_path / "both").traces(scores="big"))

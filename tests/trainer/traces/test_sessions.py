@@ -42,16 +42,28 @@ def test_traces_have_the_labels_of_their_session_if_it_has_a_row():
     assert whole.rewarded() == whole  # a reward of zero is a reward
     [trace] = whole.traces
     assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("t", "g", "h", 0.0)
-    unknown = trace_session(RecordedSession(session_id="s", session=None, calls=[CALL]), TraceOptions())
+    unknown = trace_session(
+        RecordedSession(session_id="s", session=None, calls=[CALL]), TraceOptions()
+    )
     assert [(trace.task_id, trace.reward) for trace in unknown.traces] == [("", None)]
     assert unknown.rewarded().ledger == Ledger(sampled=2, trained=0, left_out={"no_reward": 2})
 
 
 def test_a_batch_has_the_continued_prompts_of_each_harness_whether_rewarded_or_not():
-    continued = [make_call(n, [1] * 9, [7, 8], kind="bridged", prefix_length=5, cached_tokens=4) for n in (2, 3)]
+    continued = [
+        make_call(n, [1] * 9, [7, 8], kind="bridged", prefix_length=5, cached_tokens=4)
+        for n in (2, 3)
+    ]
     root = make_call(1, [1], [7, 8], cached_tokens=1)
-    batch = make_batch([traced(make_session(), root, continued[0]), traced(make_session(reward=None), continued[1])])
-    assert batch.continued == {"h": CachedPrompts(calls=2, prompt_tokens=18, known_tokens=10, cached_tokens=8)}
+    batch = make_batch(
+        [
+            traced(make_session(), root, continued[0]),
+            traced(make_session(reward=None), continued[1]),
+        ]
+    )
+    assert batch.continued == {
+        "h": CachedPrompts(calls=2, prompt_tokens=18, known_tokens=10, cached_tokens=8)
+    }
 
 
 @pytest.mark.parametrize(
@@ -62,7 +74,9 @@ def test_a_batch_has_the_continued_prompts_of_each_harness_whether_rewarded_or_n
         (make_session(status="infrastructure", reward=1.0), "infrastructure"),
     ],
 )
-def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason(session, reason):
+def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason(
+    session, reason
+):
     whole = traced(session, CALL, FAILED)
     assert [trace.reward for trace in whole.traces] == [None]
     assert whole.ledger == Ledger(sampled=4, trained=2, left_out={"failed": 2})
@@ -73,18 +87,28 @@ def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_the
 
 def test_tokens_that_the_ledger_misses_are_an_error_that_names_the_session(monkeypatch):
     forget_a_call(monkeypatch)
-    with pytest.raises(LedgerError, match="session s: the calls hold 4 sampled tokens, the ledger says 2"):
+    with pytest.raises(
+        LedgerError, match="session s: the calls hold 4 sampled tokens, the ledger says 2"
+    ):
         traced(make_session(), CALL, make_call(2, [9], [7, 8]))
 
 
 def test_a_fault_does_not_count_in_the_mean_of_its_group_and_a_session_without_calls_does(tmp_path):
-    fault, failed = make_session("fault", "infrastructure", reward=1.0), make_session("failed", "failed", reward=0.0)
+    fault, failed = (
+        make_session("fault", "infrastructure", reward=1.0),
+        make_session("failed", "failed", reward=0.0),
+    )
     batch = load_batch(write_run(tmp_path, fault, failed), None, TraceOptions())
-    assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0, task_id="t", harness="h", status="failed")}
+    assert batch.rewards == {
+        "failed": GroupReward(group_id="g", reward=0.0, task_id="t", harness="h", status="failed")
+    }
 
 
 def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled_nothing():
-    dead, late = make_session("dead", "infrastructure"), make_session("late", "timeout", group_id="", reward=None)
+    dead, late = (
+        make_session("dead", "infrastructure"),
+        make_session("late", "timeout", group_id="", reward=None),
+    )
     unknown = RecordedSession(session_id="u", session=None, calls=[CALL])
     batch = make_batch([traced(dead), traced(late), trace_session(unknown, TraceOptions())])
     assert (batch.rewards, batch.traces) == ({}, [])
@@ -102,7 +126,9 @@ def test_totals_account_for_tokens_as_a_batch_does():
     for session in sessions:
         totals.add(session)
     assert totals.ledger == make_batch(sessions).ledger
-    assert totals.ledger == Ledger(sampled=6, trained=2, left_out={"infrastructure": 2, "no_reward": 2})
+    assert totals.ledger == Ledger(
+        sampled=6, trained=2, left_out={"infrastructure": 2, "no_reward": 2}
+    )
     assert totals.traces == 3
 
 
@@ -114,7 +140,9 @@ def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp
         for n, prompt, role in prompts
     ]
     rewards = {"a": 0.5, "b": None, "idle": 0.0, "x": 1.0}
-    run = write_run(tmp_path, *calls, *(make_session(name, reward=reward) for name, reward in rewards.items()))
+    run = write_run(
+        tmp_path, *calls, *(make_session(name, reward=reward) for name, reward in rewards.items())
+    )
 
     def batch_of(*options):
         return load_batch(run, ["a", "b", "idle"], TraceOptions(*options))
@@ -122,9 +150,12 @@ def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp
     batch = batch_of("tree", ["agent"], 2)
     assert [(trace.trace_id, trace.completion_ids) for trace in batch.traces] == [("a/a1", [7])]
     assert batch.rewards == {
-        name: GroupReward(group_id="g", reward=rewards[name], task_id="t", harness="h") for name in ("a", "idle")
+        name: GroupReward(group_id="g", reward=rewards[name], task_id="t", harness="h")
+        for name in ("a", "idle")
     }
-    assert batch.ledger == Ledger(sampled=8, trained=1, left_out={"subagent": 4, "over_length": 2, "no_reward": 1})
+    assert batch.ledger == Ledger(
+        sampled=8, trained=1, left_out={"subagent": 4, "over_length": 2, "no_reward": 1}
+    )
     assert [trace.shared_tokens for trace in batch_of("tree").traces] == [0, 1]
     assert [trace.shared_tokens for trace in batch_of().traces] == [0, 0]
 
@@ -171,7 +202,10 @@ def test_a_status_gets_its_reward_by_the_recipe(status, reward, outcomes, label)
 )
 def test_suspicious_sessions_are_kept_excluded_or_lose_a_number(status, matches, suspicious, label):
     assert (
-        label_session(row(status, 1.0, {"git_history": matches}), RewardRules(Outcomes(timeout=0), suspicious)) == label
+        label_session(
+            row(status, 1.0, {"git_history": matches}), RewardRules(Outcomes(timeout=0), suspicious)
+        )
+        == label
     )
 
 
@@ -191,10 +225,23 @@ def test_what_is_no_choice_is_refused(status, choice):
 
 NUMBERS = st.floats(-2, 2)
 CHOICES = st.one_of(st.sampled_from(["judge", "exclude"]), NUMBERS)
-CHOSEN = {"failed": CHOICES, "timeout": CHOICES, "budget": CHOICES, "unjudged": st.just("exclude") | NUMBERS}
-RULES = st.builds(RewardRules, st.builds(Outcomes, **CHOSEN), st.sampled_from(["keep", "exclude"]) | st.floats(0.1, 2))
+CHOSEN = {
+    "failed": CHOICES,
+    "timeout": CHOICES,
+    "budget": CHOICES,
+    "unjudged": st.just("exclude") | NUMBERS,
+}
+RULES = st.builds(
+    RewardRules,
+    st.builds(Outcomes, **CHOSEN),
+    st.sampled_from(["keep", "exclude"]) | st.floats(0.1, 2),
+)
 SESSIONS = st.lists(
-    st.tuples(st.sampled_from(get_args(SessionStatus)), st.none() | NUMBERS, st.sampled_from([{}, {"web_search": 1}])),
+    st.tuples(
+        st.sampled_from(get_args(SessionStatus)),
+        st.none() | NUMBERS,
+        st.sampled_from([{}, {"web_search": 1}]),
+    ),
     max_size=8,
 )
 
@@ -221,8 +268,16 @@ def test_the_ledger_adds_up_and_groups_have_no_session_that_is_left_out(drawn, r
 
 
 def test_advantages_are_relative_to_the_sessions_that_are_left_in_the_group():
-    rows = [("a", "completed", 1.0, {}), ("b", "completed", 0.0, {}), ("c", "completed", 5.0, {"git_history": 1})]
-    rows += [("d", "timeout", 9.0, {}), ("e", "infrastructure", 9.0, {}), ("f", "cancelled", 9.0, {})]
+    rows = [
+        ("a", "completed", 1.0, {}),
+        ("b", "completed", 0.0, {}),
+        ("c", "completed", 5.0, {"git_history": 1}),
+    ]
+    rows += [
+        ("d", "timeout", 9.0, {}),
+        ("e", "infrastructure", 9.0, {}),
+        ("f", "cancelled", 9.0, {}),
+    ]
     rules = RewardRules(Outcomes(timeout="exclude"), "exclude")
     batch = make_batch(traced(row(*values, name=name), rewards=rules) for name, *values in rows)
     assert session_advantages(batch.rewards, "none") == {"a": 0.5, "b": -0.5}

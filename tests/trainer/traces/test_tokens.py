@@ -17,7 +17,8 @@ BOUND = st.none() | st.integers(-8, 8)
 
 
 def chain(parts):
-    """Return the sequences of the first part, of the first two parts, and so on. Each extends the one before."""
+    """Return the sequences of the first part, of the first two parts, and so on. Each extends the
+    one before."""
     tokens = []
     for part in parts:
         tokens.append(Tokens(part, tokens[-1] if tokens else None))
@@ -36,10 +37,19 @@ class TestAsAList:
     @examples(300)
     def test_it_reads_as_the_list_of_its_ids(self, both, more):
         tokens, ids = both
-        assert (len(tokens), list(tokens), repr(tokens), bool(tokens)) == (len(ids), ids, repr(ids), bool(ids))
+        assert (len(tokens), list(tokens), repr(tokens), bool(tokens)) == (
+            len(ids),
+            ids,
+            repr(ids),
+            bool(ids),
+        )
         assert [tokens[i] for i in range(-len(ids), len(ids))] == ids + ids
         assert [token in tokens for token in range(6)] == [token in ids for token in range(6)]
-        assert (tokens + more, more + tokens, tokens + tokens) == (ids + more, more + ids, ids + ids)
+        assert (tokens + more, more + tokens, tokens + tokens) == (
+            ids + more,
+            more + ids,
+            ids + ids,
+        )
         assert np.array(tokens).tolist() == np.asarray(tokens, np.int64).tolist() == ids
         assert json.dumps(tokens[:]) == json.dumps(ids)
         assert pack(tokens) == pack(ids)
@@ -56,7 +66,11 @@ class TestAsAList:
         (tokens, ids), (other, other_ids) = both, others
         same = ids == other_ids
         assert (tokens == other, tokens == other_ids, other_ids == tokens) == (same, same, same)
-        assert (tokens != other, tokens != other_ids, other_ids != tokens) == (not same, not same, not same)
+        assert (tokens != other, tokens != other_ids, other_ids != tokens) == (
+            not same,
+            not same,
+            not same,
+        )
 
     def test_another_type_is_not_equal_and_what_a_list_of_ids_refuses_is_refused(self):
         assert Tokens([1, 2]) != (1, 2)
@@ -67,7 +81,9 @@ class TestAsAList:
             with pytest.raises(OverflowError):
                 make([2**31])
 
-    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda tokens: pickle.loads(pickle.dumps(tokens))])
+    @pytest.mark.parametrize(
+        "copied", [copy.copy, copy.deepcopy, lambda tokens: pickle.loads(pickle.dumps(tokens))]
+    )
     def test_a_long_chain_is_copied_whole(self, copied):
         last = chain([[n] for n in range(2000)])[-1]
         assert copied(last) == list(range(2000))

@@ -1,4 +1,5 @@
-"""The table of trained sessions: written by step, read by session, and what a killed training or damage leaves."""
+"""The table of trained sessions: written by step, read by session, and what a killed training or
+damage leaves."""
 
 from dataclasses import replace
 
@@ -23,8 +24,14 @@ NO_ONE = {"advance": lambda *_: None}
 
 def recorded(name, reward=1.0):
     first = make_call("a", [1], [2, 3], session_id=name)
-    calls = [first, make_call("b", [4], [5], after=first), make_call("c", [9], [7], session_id=name, role="auxiliary")]
-    return RecordedSession(session_id=name, session=make_session(name, reward=reward, group_id="g"), calls=calls)
+    calls = [
+        first,
+        make_call("b", [4], [5], after=first),
+        make_call("c", [9], [7], session_id=name, role="auxiliary"),
+    ]
+    return RecordedSession(
+        session_id=name, session=make_session(name, reward=reward, group_id="g"), calls=calls
+    )
 
 
 def account(*sessions):
@@ -35,7 +42,8 @@ def account(*sessions):
 
 
 def scored(*logprobs, limited=None):
-    """Return the values of the first traces, in one micro-batch beside an empty one. Each trace trains three tokens."""
+    """Return the values of the first traces, in one micro-batch beside an empty one. Each trace
+    trains three tokens."""
     values = np.array([logprobs, limited or [1] * len(logprobs)], np.float32)
     return [([], np.empty((2, 0), np.float32)), (range(-(-len(logprobs) // 3)), values)]
 
@@ -62,7 +70,13 @@ def run(tmp_path):
 
 def test_values_are_of_the_trained_tokens_and_the_last_row_of_a_step_counts(run):
     [row] = rows_of(run, "s")
-    assert (row.step, row.version, row.group_id, row.reward, row.advantage) == (1, "run.0.1", "g", 1.0, 0.5)
+    assert (row.step, row.version, row.group_id, row.reward, row.advantage) == (
+        1,
+        "run.0.1",
+        "g",
+        1.0,
+        0.5,
+    )
     assert row.spans == (TokenSpan("a", 0, 2), TokenSpan("b", 0, 1))
     assert row.left_out == (TokenSpan("c", 0, 1, "auxiliary"),)
     # the engine said -1, -1 - 1/64 and -1
@@ -88,10 +102,22 @@ def test_a_difference_of_trainer_and_engine_is_stored_nearly_as_it_is(tmp_path, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda one, two: (account(one), scored(-1, -2)), "session s trains 3 tokens, 2 were scored"),
-        (lambda one, two: (account(one, two), scored(-1, -2, -3)), "session t trains 3 tokens, 0 were scored"),
-        (lambda one, two: (account(one), [([0], np.zeros((2, 4)))]), "1 tokens were scored that no trace trains"),
-        (lambda one, two: (without_t(one, two), scored(-1, -2, -3)), "the sessions of step 1 have the tokens 4"),
+        (
+            lambda one, two: (account(one), scored(-1, -2)),
+            "session s trains 3 tokens, 2 were scored",
+        ),
+        (
+            lambda one, two: (account(one, two), scored(-1, -2, -3)),
+            "session t trains 3 tokens, 0 were scored",
+        ),
+        (
+            lambda one, two: (account(one), [([0], np.zeros((2, 4)))]),
+            "1 tokens were scored that no trace trains",
+        ),
+        (
+            lambda one, two: (without_t(one, two), scored(-1, -2, -3)),
+            "the sessions of step 1 have the tokens 4",
+        ),
     ],
 )
 def test_a_step_that_does_not_add_up_is_an_error(tmp_path, given, message):
@@ -136,13 +162,19 @@ def test_a_file_with_the_columns_of_before_is_skipped_with_a_warning(run, caplog
     with pa.ipc.new_stream(run / "trained-0.arrow", batch.rename_columns(columns).schema) as writer:
         writer.write_batch(batch.rename_columns(columns))
     assert [row.version for row in rows_of(run, "s")] == ["run.0.1"]
-    assert "it does not have the columns of its table: another version of rolltap wrote it" in caplog.text
+    assert (
+        "it does not have the columns of its table: another version of rolltap wrote it"
+        in caplog.text
+    )
 
 
 def test_a_merged_run_and_a_filtered_one_keep_what_was_trained_of_whole_sessions(run, tmp_path):
     merge_runs([run], tmp_path / "merged", **NO_ONE)
     filter_run(run, tmp_path / "all", {}, **NO_ONE)
     filter_run(run, tmp_path / "agents", {"roles": ["agent"]}, **NO_ONE)
-    versions = [[row.version for row in rows_of(tmp_path / name, "s")] for name in ("merged", "all", "agents")]
+    versions = [
+        [row.version for row in rows_of(tmp_path / name, "s")]
+        for name in ("merged", "all", "agents")
+    ]
     assert versions == [["run.0.1"], ["run.0.1"], []]
     assert verify_run(tmp_path / "merged", **NO_ONE).verdict == "ok"

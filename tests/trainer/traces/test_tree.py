@@ -5,13 +5,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.traces.tree import find_ends, link_calls, parents_first, path_to, split_lines, start_order
+from rolltap.trainer.traces.tree import (
+    find_ends,
+    link_calls,
+    parents_first,
+    path_to,
+    split_lines,
+    start_order,
+)
 from tests.deep import examples
-from tests.trainer.forests import START, follow, forests, make_call, parents_by_definition, superseded_by_definition
+from tests.trainer.forests import (
+    START,
+    follow,
+    forests,
+    make_call,
+    parents_by_definition,
+    superseded_by_definition,
+)
 
 
 def linked(calls):
-    """Return a map of call ids to the parents' call ids or None, and the ids of the superseded calls."""
+    """Return a map of call ids to the parents' call ids or None, and the ids of the superseded
+    calls."""
     calls = sorted(calls, key=start_order)
     parents, superseded = link_calls(calls)
     ids = [call.call_id for call in calls]
@@ -24,9 +39,19 @@ class TestParents:
     def test_thousands_of_turns_and_of_siblings_are_linked(self, recorded):
         calls = [make_call(0, [1], [2])]
         for number in range(1, 2000):
-            calls.append(follow(number, calls[-1], [], [number % 7], parent_id=str(number - 1) if recorded else None))
+            calls.append(
+                follow(
+                    number,
+                    calls[-1],
+                    [],
+                    [number % 7],
+                    parent_id=str(number - 1) if recorded else None,
+                )
+            )
         side = [
-            follow(number, calls[99], [100 + number % 50], [3], parent_id="99" if recorded else None)
+            follow(
+                number, calls[99], [100 + number % 50], [3], parent_id="99" if recorded else None
+            )
             for number in range(2000, 3000)
         ]
         random.Random(0).shuffle(calls)
@@ -38,7 +63,9 @@ class TestParents:
     def test_turns_that_were_recorded_backwards_are_roots(self):
         calls = [make_call(0, [1], [2])]
         for number in range(1, 2000):
-            calls.append(follow(number, calls[-1], [], [3], started_at=START - timedelta(seconds=number)))
+            calls.append(
+                follow(number, calls[-1], [], [3], started_at=START - timedelta(seconds=number))
+            )
         assert set(linked(calls)[0].values()) == {None}
 
 
@@ -48,7 +75,10 @@ class TestParentsFirst:
 
     def test_calls_of_a_cycle_and_their_descendants_come_last_without_parents(self):
         recorded = {"after": "x", "x": "y", "y": "x", "self": "self", "root": None}
-        assert parents_first(recorded) == [("root", None), *((call, None) for call in ("after", "x", "y", "self"))]
+        assert parents_first(recorded) == [
+            ("root", None),
+            *((call, None) for call in ("after", "x", "y", "self")),
+        ]
 
     @given(st.dictionaries(st.sampled_from("abcdefgh"), st.none() | st.sampled_from("abcdefgh")))
     def test_every_call_is_there_once_and_after_its_parent(self, recorded):

@@ -8,8 +8,8 @@ import torch
 def quick_trainings():
     """Make trainings of tiny models quick.
 
-    Several threads cost more than they save. Accelerate collects garbage in each training, which takes most of a
-    second when torch and TRL are imported: their objects are frozen.
+    Several threads cost more than they save. Accelerate collects garbage in each training, which
+    takes most of a second when torch and TRL are imported: their objects are frozen.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,13 +1,15 @@
-"""Trainings that are killed and started again: `python -m tests.trainer.training.killed FOLDER [short]`.
+"""Trainings that are killed and started again: `python -m tests.trainer.training.killed FOLDER
+[short]`.
 
 All points of `POINTS` are tried, or the `SHORT` ones.
 
-One process imports everything and has no threads. It forks a process for each training. The loop, the trainer, the
-publisher, the checkpoints and the run folder are the real ones. In place of the engine there is a folder with the
-weights that were loaded last, in place of harness and recorder a function that samples from them.
+One process imports everything and has no threads. It forks a process for each training. The loop,
+the trainer, the publisher, the checkpoints and the run folder are the real ones. In place of the
+engine there is a folder with the weights that were loaded last, in place of harness and recorder a
+function that samples from them.
 
-A training passes points with names, and may be killed at one. The report, JSON on stdout, is a list with an object for
-each kill: see `report_of`.
+A training passes points with names, and may be killed at one. The report, JSON on stdout, is a list
+with an object for each kill: see `report_of`.
 """
 
 import gc
@@ -83,7 +85,10 @@ POINTS = {
         ["3: after the engine has loaded the weights 1"],
         ["3: before the engine goes on 1"],
         ["3: paused 1", "0: paused 1"],
-        ["3: after the engine has loaded the weights 1", "0: after the engine has loaded the weights 1"],
+        [
+            "3: after the engine has loaded the weights 1",
+            "0: after the engine has loaded the weights 1",
+        ],
         ["3: before the engine goes on 1", "0: before the engine goes on 1"],
         ["3: before renaming .policy.json 1"],
         ["3: after write_policy 1"],
@@ -104,7 +109,11 @@ POINTS = {
         ["4: half of checkpoint-2 was removed 1"],
         ["4: before save_finished 1"],
         ["4: before renaming run 1"],
-        ["3: after a session was recorded 1", "2: after read_batch 1", "3: after a session was recorded 2"],
+        [
+            "3: after a session was recorded 1",
+            "2: after read_batch 1",
+            "3: after a session was recorded 2",
+        ],
     ],
     "lora": [
         ["3: after the engine has loaded the adapter 1"],
@@ -120,11 +129,15 @@ POINTS = {
         ["3: after a call was recorded 3", "3: after a session was recorded 1"],
         ["4: after a session was recorded 3", "4: after a session was recorded 1"],
     ],
-    "twice": [["2: after a micro-batch 1", "6: after a session was recorded 1"], ["6: after the optimizer's step 2"]],
+    "twice": [
+        ["2: after a micro-batch 1", "6: after a session was recorded 1"],
+        ["6: after the optimizer's step 2"],
+    ],
 }
-"""Way of publishing -> lists of points at which one training is killed, one after the other. `twice` publishes a
-checkpoint, and takes two optimizer steps a batch; `max_staleness` publishes adapters, rollouts are one step ahead, and
-groups without signal are forked. The sessions from the fifth on are those of a further group."""
+"""Way of publishing -> lists of points at which one training is killed, one after the other.
+`twice` publishes a checkpoint, and takes two optimizer steps a batch; `max_staleness` publishes
+adapters, rollouts are one step ahead, and groups without signal are forked. The sessions from the
+fifth on are those of a further group."""
 
 SHORT = {
     "checkpoint": [
@@ -139,8 +152,8 @@ SHORT = {
     ],
     "max_staleness": [["4: after a session was recorded 3", "4: before save_finished 1"]],
 }
-"""A point of each kind, in one training: at the start, while weights are published, in a rollout, in a checkpoint, at
-the end; with `max_staleness`, among forks."""
+"""A point of each kind, in one training: at the start, while weights are published, in a rollout,
+in a checkpoint, at the end; with `max_staleness`, among forks."""
 
 
 def make_points(points: Points) -> None:
@@ -185,7 +198,8 @@ def make_points(points: Points) -> None:
 
 
 def train(folder: Path, kill_at: str | None = None) -> int:
-    """Train in a process of its own, and return its status. Leaves `batches` and `points` in the folder."""
+    """Train in a process of its own, and return its status. Leaves `batches` and `points` in the
+    folder."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -208,8 +222,14 @@ def train(folder: Path, kill_at: str | None = None) -> int:
             batch = call(source, rows)
             line = {
                 "step": source.trainer.state.global_step,
-                "rewards": [[place_in_any_run(label.group_id), label.reward] for label in batch.rewards.values()],
-                "traces": [[t.prompt_ids, t.completion_ids, t.completion_mask, t.logprobs] for t in batch.traces],
+                "rewards": [
+                    [place_in_any_run(label.group_id), label.reward]
+                    for label in batch.rewards.values()
+                ],
+                "traces": [
+                    [t.prompt_ids, t.completion_ids, t.completion_mask, t.logprobs]
+                    for t in batch.traces
+                ],
                 "ledger": str(batch.ledger),
             }
             with (folder / "batches").open("a") as file:
@@ -221,7 +241,9 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         run = folder / "run"
         with open(os.devnull, "w") as silent:
             console = Console(file=silent)
-            source = online.OnlineTraces(recipe, run, engine="http://127.0.0.1:9", seed=3, console=console)
+            source = online.OnlineTraces(
+                recipe, run, engine="http://127.0.0.1:9", seed=3, console=console
+            )
             loop.train(source, recipe, run, seed=3, console=console)
         (folder / "points").write_text("\n".join(points.passed))  # to choose from
         status = 0
@@ -238,16 +260,20 @@ def read_batches(folder: Path) -> list[dict[str, Any]]:
 
 
 def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]:
-    """Kill a training at points, start it again after each, and compare it with the training that was not killed.
+    """Kill a training at points, start it again after each, and compare it with the training that
+    was not killed.
 
     - killed, ended: True when it was killed at each point, and the last start ended.
     - unfinished: True when the kills left no model: a training with one is not started again.
     - resumed: the steps of the last start.
-    - batches, weights: True when all batches, and the final weights bit for bit, are those of the plain training.
+    - batches, weights: True when all batches, and the final weights bit for bit, are those of the
+      plain training.
     - sessions: True when as many sessions were recorded as without the kill, each once.
-    - trained: True when the rows of each optimizer step are those of the plain training, bit for bit.
+    - trained: True when the rows of each optimizer step are those of the plain training, bit for
+      bit.
     - metrics: True when each optimizer step has one line of metrics, in their order.
-    - tidy: True when the folders hold nothing but the newest policy, whole checkpoints and the model.
+    - tidy: True when the folders hold nothing but the newest policy, whole checkpoints and the
+      model.
     """
     killed = all(train(folder, point) == -signal.SIGKILL for point in kills)
     before = read_batches(folder)
@@ -260,7 +286,9 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     run = folder / "run"
     iterations = load_recipe(folder.parent / "recipe.toml").grpo["num_iterations"]
     left = sorted(path.name for path in (run / "published").iterdir())
-    whole = [(path / "rng_state.pth").exists() for path in (run / "checkpoints").glob("checkpoint-*")]
+    whole = [
+        (path / "rng_state.pth").exists() for path in (run / "checkpoints").glob("checkpoint-*")
+    ]
     hidden = [path.name for path in run.iterdir() if path.name.startswith(".") and path.is_dir()]
     finished = sorted(path.name for path in (plain / "run" / FINISHED).iterdir())
     return {
@@ -273,7 +301,8 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
         "weights": weights_of(folder) == weights_of(plain),
         "sessions": names_of(run) == names_of(plain / "run"),
         "trained": trained_of(run) == trained_of(plain / "run"),
-        "metrics": [line["step"] for line in read_metrics(run / METRICS)] == list(range(1, STEPS * iterations + 1)),
+        "metrics": [line["step"] for line in read_metrics(run / METRICS)]
+        == list(range(1, STEPS * iterations + 1)),
         "tidy": len(left) <= load_recipe(folder.parent / "recipe.toml").adapters
         and not any(name.startswith(".") for name in left)
         and all(whole)
@@ -301,13 +330,21 @@ def trained_of(run: Path) -> list[tuple[Any, ...]]:
     """Return what each optimizer step trained of each session, and with what values."""
     with SessionIndex(run, TABLE) as index:
         rows = [row for name in index.session_ids for row in trained_steps(index, str(name))]
-    values = ((str(row.differences), str(row.weights), str(row.ledger), row.advantage, row.reason) for row in rows)
-    return sorted((row.step, place_in_any_run(row.session_id), *each) for row, each in zip(rows, values, strict=True))
+    values = (
+        (str(row.differences), str(row.weights), str(row.ledger), row.advantage, row.reason)
+        for row in rows
+    )
+    return sorted(
+        (row.step, place_in_any_run(row.session_id), *each)
+        for row, each in zip(rows, values, strict=True)
+    )
 
 
 def recipe_of(kind: str) -> str:
     adapted = kind in ("lora", "max_staleness")
-    recipe = RECIPE.format(publish="lora" if adapted else "checkpoint", iterations=2 if kind == "twice" else 1)
+    recipe = RECIPE.format(
+        publish="lora" if adapted else "checkpoint", iterations=2 if kind == "twice" else 1
+    )
     if kind == "max_staleness":
         recipe = recipe.replace("adapters = 2", "max_staleness = 1")
         recipe = recipe.replace("[grpo]", "[forks]\nsessions = 2\n\n[grpo]")
@@ -332,7 +369,9 @@ def main(folder: Path, points: dict[str, list[list[str]]]) -> None:
         assert train(place / "plain") == 0
         for number, kills in enumerate(points[kind]):
             (place / str(number)).mkdir()
-            reports.append({"publish": kind, **report_of(place / "plain", place / str(number), kills)})
+            reports.append(
+                {"publish": kind, **report_of(place / "plain", place / str(number), kills)}
+            )
     print(json.dumps(reports))
 
 

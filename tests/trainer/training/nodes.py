@@ -1,8 +1,8 @@
 """A training on two nodes, one of which is killed: `python -m tests.trainer.training.nodes FOLDER`.
 
-FOLDER has what `Training` writes, and the run `recorded`. One process imports everything and has no threads. It forks
-torch's launchers, which fork their training processes: `torchrun` would import everything again in each. The report is
-JSON on stdout, see `report`.
+FOLDER has what `Training` writes, and the run `recorded`. One process imports everything and has no
+threads. It forks torch's launchers, which fork their training processes: `torchrun` would import
+everything again in each. The report is JSON on stdout, see `report`.
 """
 
 import gc
@@ -43,7 +43,9 @@ def status_of(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def train(folder: Path, out: str, fault: Callable[[Path], None] | None = None, rolls_out: bool = False) -> None:
+def train(
+    folder: Path, out: str, fault: Callable[[Path], None] | None = None, rolls_out: bool = False
+) -> None:
     """Train on the recorded run, or `rolls_out` with stand-ins, as the command does."""
     if rolls_out:
         stand_in(folder)
@@ -55,24 +57,41 @@ def train(folder: Path, out: str, fault: Callable[[Path], None] | None = None, r
 
 
 def on_two_nodes(
-    folder: Path, fault: Callable[[Path], None] | None = None, out: str = "run", rolls_out: bool = False
+    folder: Path,
+    fault: Callable[[Path], None] | None = None,
+    out: str = "run",
+    rolls_out: bool = False,
 ) -> list[tuple[int, str]]:
-    """Train by two launchers. Returns the exit status of each, and what it and its process printed."""
-    place = {"min_nodes": 2, "max_nodes": 2, "nproc_per_node": 1, "rdzv_endpoint": f"127.0.0.1:{free_port()}"}
+    """Train by two launchers. Returns the exit status of each, and what it and its process
+    printed."""
+    place = {
+        "min_nodes": 2,
+        "max_nodes": 2,
+        "nproc_per_node": 1,
+        "rdzv_endpoint": f"127.0.0.1:{free_port()}",
+    }
     place |= {"rdzv_backend": "static", "run_id": "none"}  # as `torchrun --node-rank`
     place |= {"max_restarts": 0, "start_method": "fork", "monitor_interval": 0.1}
     files = [folder / f"printed-{node}" for node in range(2)]
     launchers = [LaunchConfig(**place, rdzv_configs={"rank": node}) for node in range(2)]
     started = [
-        forked(lambda launcher=launcher: elastic_launch(launcher, train)(folder, out, fault, rolls_out), file)
+        forked(
+            lambda launcher=launcher: elastic_launch(launcher, train)(
+                folder, out, fault, rolls_out
+            ),
+            file,
+        )
         for launcher, file in zip(launchers, files, strict=True)
     ]
-    return [(status_of(process), file.read_text()) for process, file in zip(started, files, strict=True)]
+    return [
+        (status_of(process), file.read_text()) for process, file in zip(started, files, strict=True)
+    ]
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """Return the outcomes of the nodes: of a start in which the second one is killed, and of one more; of an online
-    training whose weights are refused. `alone` is the status of one process that trains the same."""
+    """Return the outcomes of the nodes: of a start in which the second one is killed, and of one
+    more; of an online training whose weights are refused. `alone` is the status of one process that
+    trains the same."""
     killed, resumed = on_two_nodes(folder, second_launcher_is_killed), on_two_nodes(folder)
     refused = on_two_nodes(folder, publish_is_refused, "refused", rolls_out=True)
     alone = forked(lambda: train(folder, "alone"), folder / "printed")
@@ -81,6 +100,9 @@ def report(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ |= {"HF_DEACTIVATE_ASYNC_LOAD": "1", "OMP_NUM_THREADS": "1"}  # no threads before the forks
+    os.environ |= {
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # no threads before the forks
     gc.freeze()
     print(json.dumps(report(Path(sys.argv[1]))))

@@ -1,5 +1,5 @@
-"""Stand-ins of an online training: a folder for the engine, a function for harness and recorder; points to be killed
-at."""
+"""Stand-ins of an online training: a folder for the engine, a function for harness and recorder;
+points to be killed at."""
 
 import asyncio
 import json
@@ -32,7 +32,8 @@ from tests.trainer.training.step.tiny import VOCABULARY, tiny_model, tokenizer
 
 PROMPT = 6
 FAULTS = re.compile(r"\.2\.(0-0|1-[01])\.")
-"""Sessions that are faults when they are run first: one of the first group of step 2, and all of the second."""
+"""Sessions that are faults when they are run first: one of the first group of step 2, and all of
+the second."""
 
 
 class Points:
@@ -45,7 +46,8 @@ class Points:
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def reach(self, name: str) -> None:
-        """Pass a point. Its full name begins with the step, and tells it from earlier points of the same name."""
+        """Pass a point. Its full name begins with the step, and tells it from earlier points of the
+        same name."""
         name = re.sub(r"[0-9a-f]{8}\.\d+\.\d+(-[0-9a-f]{16})?|\.\d+$", "", name)
         self._counts[self.step, name] += 1
         full = f"{self.step}: {name} {self._counts[self.step, name]}"
@@ -68,9 +70,11 @@ class Points:
 
 
 class FolderEngine:
-    """Stands in for `EngineAdmin`: a folder with all that an engine knows. It outlives a killed training, as vLLM does.
+    """Stands in for `EngineAdmin`: a folder with all that an engine knows. It outlives a killed
+    training, as vLLM does.
 
-    It is started by its first use, with the weights in `model`. The folder below `folder` is named by the URL's port.
+    It is started by its first use, with the weights in `model`. The folder below `folder` is named
+    by the URL's port.
     """
 
     folder: Path
@@ -134,7 +138,8 @@ class FolderEngine:
         self.resume()
 
     def install(self, checkpoint: Path, version: str) -> None:
-        """Replace the weights file by file, as an engine does that loads one tensor after the other; then name them."""
+        """Replace the weights file by file, as an engine does that loads one tensor after the
+        other; then name them."""
         assert self.is_paused(), "weights change only between calls"
         if (self.place / "version").exists():
             (self.place / "version").replace(self.place / "earlier")
@@ -145,7 +150,8 @@ class FolderEngine:
         (self.place / "version").write_text(version)
 
     def weight_version(self) -> str:
-        """Return the name of the weights. An engine that has loaded others keeps it until it is told the new one."""
+        """Return the name of the weights. An engine that has loaded others keeps it until it is
+        told the new one."""
         named = self.place / "version"
         return (named if named.exists() else self.place / "earlier").read_text()
 
@@ -175,10 +181,16 @@ class FolderEngine:
 
     def _name(self, version: str, weights: Path) -> None:
         """Give weights a name that no others have."""
-        digest = sha256(b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(weights).items())))
+        digest = sha256(
+            b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(weights).items()))
+        )
         names = self.folder / "names"
-        known = dict(line.split() for line in names.read_text().splitlines()) if names.exists() else {}
-        assert known.get(version, digest.hexdigest()) == digest.hexdigest(), f"{version} was given to other weights"
+        known = (
+            dict(line.split() for line in names.read_text().splitlines()) if names.exists() else {}
+        )
+        assert known.get(version, digest.hexdigest()) == digest.hexdigest(), (
+            f"{version} was given to other weights"
+        )
         with names.open("a") as file:
             file.write(f"{version} {digest.hexdigest()}\n")
 
@@ -228,7 +240,8 @@ def runner_by(points: Points) -> type:
 
 
 def record_group(run: Path, group: Group, version: str, points: Points) -> list[Session]:
-    """Record sessions that are a function of the engine's weights, the task and the index, in any order."""
+    """Record sessions that are a function of the engine's weights, the task and the index, in any
+    order."""
     if not group.session_ids:
         return []
     places = sorted(path for path in FolderEngine.folder.iterdir() if path.is_dir())
@@ -275,22 +288,26 @@ def policy_of(place: Path, version: str) -> tuple[Any, str]:
 
 
 def served(place: Path, adapter: str | None) -> tuple[Any, str]:
-    """Return the model of an engine, with an adapter if one is named, and the digest of its weights."""
+    """Return the model of an engine, with an adapter if one is named, and the digest of its
+    weights."""
     model = tiny_model()
     weights = place / "model.safetensors"
     model.load_state_dict(load_file(weights))
     if adapter is not None:
         weights = place / adapter / "adapter_model.safetensors"
         model = get_peft_model(model, lora())
-        named = {name.replace(".weight", ".default.weight"): weight for name, weight in load_file(weights).items()}
+        named = {
+            name.replace(".weight", ".default.weight"): weight
+            for name, weight in load_file(weights).items()
+        }
         assert not model.load_state_dict(named, strict=False).unexpected_keys
     return model.eval(), sha256(weights.read_bytes()).hexdigest()
 
 
 @torch.no_grad()
 def sampled(model: Any, rng: random.Random, task: str, session_id: str, version: str) -> list[Call]:
-    """Return the calls of two turns, with tokens between them. The tokens are random, their probabilities the
-    model's."""
+    """Return the calls of two turns, with tokens between them. The tokens are random, their
+    probabilities the model's."""
     prompt = random.Random(task).choices(range(2, VOCABULARY), k=PROMPT)
     calls = []
     for turn in range(2):
@@ -312,13 +329,18 @@ def sampled(model: Any, rng: random.Random, task: str, session_id: str, version:
 
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> list[float]:
-    scores = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    scores = (
+        model(input_ids=torch.tensor([prompt + ids]))
+        .logits[0, len(prompt) - 1 : -1]
+        .log_softmax(-1)
+    )
     scored: list[float] = scores.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
     return scored
 
 
 def tiny_folder(folder: Path) -> Path:
-    """Write the tiny model, with a tokenizer that makes several tokens of a text. Return the folder."""
+    """Write the tiny model, with a tokenizer that makes several tokens of a text. Return the
+    folder."""
     tiny_model().save_pretrained(folder)
     words = tokenizer()
     words.backend_tokenizer.pre_tokenizer = Whitespace()
@@ -329,7 +351,9 @@ def tiny_folder(folder: Path) -> Path:
 def write_inputs(folder: Path, tasks: Sequence[str]) -> None:
     """Write the tiny model, tasks and a harness, as recipes of the tests name them."""
     tiny_folder(folder / "model")
-    lines = [json.dumps({"id": task, "instruction": "go", "evaluate": ["true"]}) + "\n" for task in tasks]
+    lines = [
+        json.dumps({"id": task, "instruction": "go", "evaluate": ["true"]}) + "\n" for task in tasks
+    ]
     (folder / "tasks.jsonl").write_text("".join(lines))
     (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
 

@@ -1,7 +1,8 @@
-"""`python -m tests.trainer.training.started FOLDER FAULT ARGUMENTS`: the `rolltap` command with stand-ins.
+"""`python -m tests.trainer.training.started FOLDER FAULT ARGUMENTS`: the `rolltap` command with
+stand-ins.
 
-The engines are folders below `FOLDER/engine`, and harness and recorder are functions: see `stand_ins`. Each process
-writes its id to `FOLDER/pid-RANK`. FAULT is a key of `FAULTS`, or `none`.
+The engines are folders below `FOLDER/engine`, and harness and recorder are functions: see
+`stand_ins`. Each process writes its id to `FOLDER/pid-RANK`. FAULT is a key of `FAULTS`, or `none`.
 """
 
 import os
@@ -41,8 +42,8 @@ def second_dies(folder: Path) -> None:
 
 
 def second_launcher_is_killed(folder: Path) -> None:
-    """Let the second process's launcher be killed before the second step. The process waits to be killed too, and after
-    a minute goes on."""
+    """Let the second process's launcher be killed before the second step. The process waits to be
+    killed too, and after a minute goes on."""
     step = TraceGRPOTrainer.training_step
 
     def waiting(trainer: Any, *args: Any) -> Any:
@@ -70,7 +71,12 @@ def _in_second_rollout(act: Callable[[], None]) -> None:
     submit = worker.GroupRunner.submit
 
     async def acting(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        if PolicyFile((await schedule.node.context_of(args[0])).recorder.path).read().version.split(".")[1] == "1":
+        if (
+            PolicyFile((await schedule.node.context_of(args[0])).recorder.path)
+            .read()
+            .version.split(".")[1]
+            == "1"
+        ):
             act()
         return await submit(schedule, *args, **kwargs)
 
@@ -84,9 +90,14 @@ FAULTS: dict[str, Callable[[Path], None]] = {
 
 
 def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Put the stand-ins in their places by `set_in`. The engines are below `folder`, and serve its `model`."""
+    """Put the stand-ins in their places by `set_in`. The engines are below `folder`, and serve its
+    `model`."""
     points = Points(None)
-    for name, value in {"folder": folder / "engine", "model": folder / "model", "points": points}.items():
+    for name, value in {
+        "folder": folder / "engine",
+        "model": folder / "model",
+        "points": points,
+    }.items():
         set_in(FolderEngine, name, value)
     set_in(engines, "EngineAdmin", FolderEngine)
     set_in(worker, "Recorder", RecorderWithChild)

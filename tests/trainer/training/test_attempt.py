@@ -48,18 +48,24 @@ def test_a_machine_that_does_not_see_the_folder_of_an_attempt_is_told_its_path(t
     require_shared(tmp_path / "run", attempt)
     start(tmp_path / "another")
     for name in ("another", "nothing"):
-        with pytest.raises(InputError, match=rf"{name} is not that of the first process: all nodes must share it"):
+        with pytest.raises(
+            InputError, match=rf"{name} is not that of the first process: all nodes must share it"
+        ):
             require_shared(tmp_path / name, attempt)
 
 
 @pytest.mark.parametrize(("killed_before", "next_number"), [("rename", 1), ("block", 2)])
-def test_a_start_that_is_killed_leaves_a_count_that_can_be_read(tmp_path, monkeypatch, killed_before, next_number):
+def test_a_start_that_is_killed_leaves_a_count_that_can_be_read(
+    tmp_path, monkeypatch, killed_before, next_number
+):
     first = start(tmp_path)
     child = os.fork()
     if child == 0:
         try:
             if killed_before == "rename":
-                monkeypatch.setattr(staging.Path, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                monkeypatch.setattr(
+                    staging.Path, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                )
             with claimed_attempt(tmp_path, BEGUN):
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:
@@ -70,7 +76,13 @@ def test_a_start_that_is_killed_leaves_a_count_that_can_be_read(tmp_path, monkey
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "{}", *(json.dumps({"run": run, "starts": n}) for run, n in [("x", 1), (RUN, -1), (RUN, 1)])],
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        *(json.dumps({"run": run, "starts": n}) for run, n in [("x", 1), (RUN, -1), (RUN, 1)]),
+    ],
 )
 def test_a_damaged_file_is_not_counted_on(tmp_path, text):
     (tmp_path / TRAINING_FILE).write_text(text)
@@ -82,14 +94,19 @@ def test_a_damaged_file_is_not_counted_on(tmp_path, text):
 def test_two_trainings_do_not_run_on_one_folder(tmp_path):
     with claimed_attempt(tmp_path, BEGUN) as attempt:
         for _ in range(2):
-            with pytest.raises(RunError, match=r"another training is running on .*: wait until it has ended"):
+            with pytest.raises(
+                RunError, match=r"another training is running on .*: wait until it has ended"
+            ):
                 start(tmp_path)
     assert start(tmp_path) == Attempt(attempt.run, 1)
 
 
 def test_a_start_that_would_train_other_steps_is_refused_and_not_counted(tmp_path):
     attempt = start(tmp_path)
-    with pytest.raises(InputError, match=r"was begun with other values of seed \(it was 0\): start in another folder"):
+    with pytest.raises(
+        InputError,
+        match=r"was begun with other values of seed \(it was 0\): start in another folder",
+    ):
         start(tmp_path, {**BEGUN, "seed": 1})
     assert start(tmp_path) == Attempt(attempt.run, 1)
 
@@ -115,13 +132,30 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
     "changed",
     [
         {"concurrency": 1, "recorders": 2, "timeout": 1.0, "save_steps": 2},
-        {"publish": "lora", "publish_folder": Path("/dev/shm"), "adapters": 9, "max_difference": 1.0},
+        {
+            "publish": "lora",
+            "publish_folder": Path("/dev/shm"),
+            "adapters": 9,
+            "max_difference": 1.0,
+        },
         {"machine": Machine(processes=2, engines=2)},
         {"evaluation": HeldOut(tasks=Path("held_out.jsonl"))},
-        {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
+        {
+            "grpo": {
+                "report_to": "wandb",
+                "logging_steps": 2,
+                "save_total_limit": 9,
+                "run_name": "x",
+            }
+        },
         {"grpo": {"offload_checkpoints": True, "forward": "padded"}},
         {"recorder": {"rolltap_patience": "9"}},
-        {"retries": 5, "give_up_after": 1, "tools": (Path("/opt"),), "container_arguments": ("--cpus=2",)},
+        {
+            "retries": 5,
+            "give_up_after": 1,
+            "tools": (Path("/opt"),),
+            "container_arguments": ("--cpus=2",),
+        },
     ],
 )
 def test_how_a_step_is_computed_and_reported_may_change(changed):
@@ -145,7 +179,10 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
         ({"strategy": "tree"}, "strategy"),
         ({"roles": ("agent",)}, "roles"),
         ({"max_tokens": 9}, r"max_tokens \(it was null\)"),
-        ({"recorder": {"rolltap_sampling": "{}"}}, r"recorder\.rolltap_sampling \(it was not given\)"),
+        (
+            {"recorder": {"rolltap_sampling": "{}"}},
+            r"recorder\.rolltap_sampling \(it was not given\)",
+        ),
         ({"runtime": "sandbox"}, r'runtime \(it was "process"\)'),
         ({"suspicious": "exclude"}, r'suspicious \(it was "keep"\)'),
         ({"outcomes": Outcomes(timeout=0)}, r'outcomes\.timeout \(it was "judge"\)'),
@@ -155,17 +192,29 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
     ],
 )
 def test_what_decides_the_steps_may_not(changed, message):
-    values = rf"^here was begun with other values of {message}( \(it was .*\))?: start in another folder"
+    values = (
+        rf"^here was begun with other values of {message}( \(it was .*\))?: start in another folder"
+    )
     with pytest.raises(InputError, match=values):
         require_same_fingerprint("here", json.loads(json.dumps(online())), online(**changed))
 
 
 @pytest.mark.parametrize(
-    "grpo", [{}, {"lr_scheduler_type": "cosine"}, {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}]
+    "grpo",
+    [
+        {},
+        {"lr_scheduler_type": "cosine"},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1},
+    ],
 )
 def test_the_number_of_steps_decides_the_learning_rates_and_may_not_change(grpo):
-    message = r"other values of steps \(it was 1, and the learning rates .* is constant\): start in another folder"
-    offline = [offline_fingerprint(Recipe(model="m", steps=steps, grpo=grpo), [], 0) for steps in (1, 2)]
+    message = (
+        r"other values of steps \(it was 1, and the learning rates .* is constant\): start in"
+        r" another folder"
+    )
+    offline = [
+        offline_fingerprint(Recipe(model="m", steps=steps, grpo=grpo), [], 0) for steps in (1, 2)
+    ]
     for known, begun in (offline, [online(grpo=grpo), online(grpo=grpo, steps=2)]):
         with pytest.raises(InputError, match=message):
             require_same_fingerprint("here", known, begun)
@@ -180,8 +229,16 @@ def test_the_number_of_steps_may_change_with_constant_learning_rates(kind):
 @pytest.mark.parametrize(
     ("known", "begun", "message"),
     [
-        (offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), online(), r'kind \(it was "offline"\)'),
-        (online(), offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), r'kind \(it was "online"\)'),
+        (
+            offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0),
+            online(),
+            r'kind \(it was "offline"\)',
+        ),
+        (
+            online(),
+            offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0),
+            r'kind \(it was "online"\)',
+        ),
         (
             offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, 1.0))], 0),
             offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, -5.0))], 0),
@@ -200,7 +257,8 @@ def test_the_content_of_folders_decides_and_not_their_place(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "test_a.py").write_text(text)
     old, moved, changed = (
-        online(tasks=(TASK.model_copy(update={"workspace": tmp_path / name}),)) for name in ("old", "moved", "changed")
+        online(tasks=(TASK.model_copy(update={"workspace": tmp_path / name}),))
+        for name in ("old", "moved", "changed")
     )
     require_same_fingerprint("here", old, moved)
     with pytest.raises(InputError, match="other values of tasks"):

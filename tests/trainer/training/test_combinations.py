@@ -1,4 +1,5 @@
-"""A training takes its sessions from this machine, from Ray's nodes and from a service, whatever else its recipe has.
+"""A training takes its sessions from this machine, from Ray's nodes and from a service, whatever
+else its recipe has.
 
 `TABLE` has every combination of the keys, and `SHORT` some, in which each key comes with each
 other. Sessions, recorder, nodes and service are real. The engine has a script for calls, and is a
@@ -165,7 +166,10 @@ def lines_of(*tasks: dict[str, Any]) -> str:
 def folder(tmp_path, tokenizer_folder, scripted, monkeypatch):
     """A folder with all that the recipes name."""
     tiny_checkpoints.qwen3(tmp_path / "model", tokenizer_folder, tied=False)
-    draw = "import os, random; open(os.environ['ROLLTAP_REWARD_FILE'], 'w').write(str(random.random()))"
+    draw = (
+        "import os, random; open(os.environ['ROLLTAP_REWARD_FILE'],"
+        " 'w').write(str(random.random()))"
+    )
     chance = {"kind": "command", "command": [sys.executable, "-c", draw], "result": "number"}
     free = {"id": "free", "instruction": "go", "judge": chance}
     flat = {"id": "flat", "instruction": "go", "evaluate": ["false"]}
@@ -176,13 +180,17 @@ def folder(tmp_path, tokenizer_folder, scripted, monkeypatch):
     monkeypatch.setattr(Engine, "folder", tmp_path / "engine", raising=False)
     monkeypatch.setattr(Engine, "model", tmp_path / "model", raising=False)
     monkeypatch.setattr(Engine, "points", Points(None), raising=False)
-    monkeypatch.setattr(engines, "EngineAdmin", lambda url: (Engine if url == scripted.url else EngineAdmin)(url))
+    monkeypatch.setattr(
+        engines, "EngineAdmin", lambda url: (Engine if url == scripted.url else EngineAdmin)(url)
+    )
     return tmp_path
 
 
 @pytest.mark.parametrize("row", IMPOSSIBLE, ids=lambda row: row.name)
 def test_what_cannot_be_is_refused_with_the_reason(row, tmp_path):
-    (tmp_path / "recipe.toml").write_text(row.recipe(dict.fromkeys(("ray", "service", "teacher"), "http://h:1")))
+    (tmp_path / "recipe.toml").write_text(
+        row.recipe(dict.fromkeys(("ray", "service", "teacher"), "http://h:1"))
+    )
     with pytest.raises(InputError, match="with a teacher all groups train: remove forks"):
         load_recipe(tmp_path / "recipe.toml")
 

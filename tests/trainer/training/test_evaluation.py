@@ -40,12 +40,19 @@ def make_loop(tmp_path):
     """A function: keys of [evaluation], and other keys of the recipe -> a loop."""
 
     def make(silent="", *, settings=None, **keys):
-        return Loop(tmp_path, silent, evaluation={"tasks": "held_out", "sessions": 2, **keys}, **(settings or {}))
+        return Loop(
+            tmp_path,
+            silent,
+            evaluation={"tasks": "held_out", "sessions": 2, **keys},
+            **(settings or {}),
+        )
 
     return make
 
 
-def test_the_held_out_tasks_are_run_beside_a_step_with_its_weights_and_nothing_of_them_is_trained(make_loop):
+def test_the_held_out_tasks_are_run_beside_a_step_with_its_weights_and_nothing_of_them_is_trained(
+    make_loop,
+):
     loop = make_loop()
     batch = loop.step(0, "ab")
     assert loop.evaluated == OF_STEP_0
@@ -71,7 +78,9 @@ def test_a_recipe_without_the_table_evaluates_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("iterations", "evaluated"), [(1, {0, 2, 4, 6}), (2, {0, 4})])
-def test_steps_of_the_recipe_are_between_evaluations_whatever_the_iterations_of_one(make_loop, iterations, evaluated):
+def test_steps_of_the_recipe_are_between_evaluations_whatever_the_iterations_of_one(
+    make_loop, iterations, evaluated
+):
     loop = make_loop(every=2, settings={"grpo": {"num_iterations": iterations}})
     for number in range(0, 8, iterations):
         loop.step(number, "a")
@@ -97,7 +106,9 @@ def test_a_step_with_further_groups_is_evaluated_once_also_when_an_evaluation_fa
 
 
 class TestRestart:
-    def test_a_step_that_was_trained_is_not_evaluated_again_and_has_the_same_metrics(self, make_loop):
+    def test_a_step_that_was_trained_is_not_evaluated_again_and_has_the_same_metrics(
+        self, make_loop
+    ):
         loop = make_loop()
         loop.step(0, "a")
         loop.step(0, "a", attempt=1)
@@ -133,7 +144,9 @@ class TestRestart:
 
 
 class TestLast:
-    def test_the_finished_weights_are_evaluated_after_their_publication_whatever_the_step(self, make_loop):
+    def test_the_finished_weights_are_evaluated_after_their_publication_whatever_the_step(
+        self, make_loop
+    ):
         loop = make_loop(every=100)
         append_metrics(loop.folder / METRICS, 9, {"reward": 1.0})
         with loop.source(9) as source:
@@ -142,7 +155,12 @@ class TestLast:
         assert loop.evaluated == [name.replace(".0.0-", ".9.0-") for name in OF_STEP_0]
         assert loop.run == []
         trained, last = read_metrics(loop.folder / METRICS)
-        assert ("eval/step" in trained, last["step"], last["eval/step"], last["eval/reward"]) == (False, 9, 9, 0.5)
+        assert ("eval/step" in trained, last["step"], last["eval/step"], last["eval/reward"]) == (
+            False,
+            9,
+            9,
+            0.5,
+        )
         with loop.source(9, attempt=1) as source:
             source.finish(9)
         assert (len(loop.evaluated), len(read_metrics(loop.folder / METRICS))) == (4, 2)
@@ -176,16 +194,23 @@ def test_a_training_is_evaluated_before_it_after_its_steps_and_at_its_end(tmp_pa
         (3, None, True),  # its evaluation's sessions were all faults
         (3, 3, False),
     ]
-    assert f"warning: none of the 2 sessions of the evaluation of {name}.2.0 has a reward" in ended.output
+    assert (
+        f"warning: none of the 2 sessions of the evaluation of {name}.2.0 has a reward"
+        in ended.output
+    )
     steps = [(row.step, row.trained) for row in summarize(tmp_path / "run").trained]
     assert steps == [(line["step"], line["tokens_trained"]) for line in lines[:3]]
     sessions = load_sessions(tmp_path / "run" / EVALUATION).values()
-    versions = sorted((session.policy_version.partition(".")[2], session.task_id) for session in sessions)
+    versions = sorted(
+        (session.policy_version.partition(".")[2], session.task_id) for session in sessions
+    )
     assert versions == [(f"{step}.0", task) for step in (0, 2, 3) for task in "ax"]
     assert not [each for each in load_sessions(tmp_path / "run").values() if each.task_id == "x"]
 
 
-def test_tasks_that_are_not_there_are_refused_before_anything_starts_but_in_a_plan(tmp_path, monkeypatch):
+def test_tasks_that_are_not_there_are_refused_before_anything_starts_but_in_a_plan(
+    tmp_path, monkeypatch
+):
     training = Training(tmp_path)
     training.recipe(RECIPE + "[evaluation]\ntasks = 'none.jsonl'\n")
     refused = training.here(monkeypatch)
@@ -201,7 +226,8 @@ def test_tasks_that_are_not_there_are_refused_before_anything_starts_but_in_a_pl
 class TestMetrics:
     @pytest.fixture
     def metrics_of(self, tmp_path):
-        """A function: task -> the rewards of its sessions, None without one -> the metrics of step 3."""
+        """A function: task -> the rewards of its sessions, None without one -> the metrics of step
+        3."""
 
         def metrics_of(tasks, step=3):
             folder = tmp_path / EVALUATION
@@ -224,12 +250,16 @@ class TestMetrics:
                         )
             recipe = Recipe(model="m", steps=9, evaluation={"tasks": "t", "sessions": 4})
             evaluations = Evaluations(recipe, tmp_path, lambda line: None)
-            evaluations.tasks = [Task(id=name, instruction="go", evaluate=["true"]) for name in tasks]
+            evaluations.tasks = [
+                Task(id=name, instruction="go", evaluate=["true"]) for name in tasks
+            ]
             return evaluations.metrics(Version("1a2b3c4d", step, 0))
 
         return metrics_of
 
-    def test_each_task_has_the_same_weight_and_sessions_without_a_reward_do_not_count(self, metrics_of):
+    def test_each_task_has_the_same_weight_and_sessions_without_a_reward_do_not_count(
+        self, metrics_of
+    ):
         metrics = metrics_of({"x": [1.0, None, None], "y": [0.0, 0.0, 1.0, 0.5], "z": [None]})
         assert (metrics["eval/sessions"], metrics["eval/reward"]) == (5, 0.6875)
         assert (metrics["eval/reward/task/x"], metrics["eval/reward/task/y"]) == (1.0, 0.375)
@@ -238,7 +268,11 @@ class TestMetrics:
 
     def test_passes_have_intervals_up_to_the_sessions_that_every_task_has(self, metrics_of):
         metrics = metrics_of({"x": [1.0, 1.0], "y": [0.0, 1.0]})
-        assert (metrics["eval/pass@1"], metrics["eval/pass@2"], metrics["eval/pass^2"]) == (0.75, 1.0, 0.5)
+        assert (metrics["eval/pass@1"], metrics["eval/pass@2"], metrics["eval/pass^2"]) == (
+            0.75,
+            1.0,
+            0.5,
+        )
         assert 0 < metrics["eval/pass^2_low"] < 0.5 < metrics["eval/pass^2_high"] < 1
         assert "eval/pass@4" not in metrics
 
@@ -257,10 +291,13 @@ class Boxes(HidingRuntime, ProcessRuntime):
 class TestCheck:
     @pytest.fixture
     def check(self, tmp_path, tokenizer_folder):
-        """A function: lines of the held-out tasks, and keys -> the evaluations, the training's worker and the text."""
+        """A function: lines of the held-out tasks, and keys -> the evaluations, the training's
+        worker and the text."""
 
         def check(lines, tasks=HELD_OUT, **keys):
-            (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (tmp_path / "held_out.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
             recipe = Recipe(
                 model=tokenizer_folder,
                 steps=1,
@@ -282,9 +319,15 @@ class TestCheck:
         return {"id": name, "instruction": "go", "evaluate": ["true"], **keys}
 
     def test_tasks_that_are_trained_too_by_id_or_content_are_named(self, check):
-        lines = [self.line("x", instruction="else"), self.line("other"), self.line("new", instruction="new")]
+        lines = [
+            self.line("x", instruction="else"),
+            self.line("other"),
+            self.line("new", instruction="new"),
+        ]
         _, _, said = check(lines)
-        assert said == "warning: 2 tasks of evaluation.tasks, which the training has too: x, other\n"
+        assert (
+            said == "warning: 2 tasks of evaluation.tasks, which the training has too: x, other\n"
+        )
 
     @pytest.mark.parametrize(
         ("keys", "sampling"),

@@ -32,7 +32,12 @@ def forked(tmp_path_factory):
     mark = secrets.token_hex(8)
     command = [sys.executable, "-m", "tests.trainer.training.nodes", training.folder]
     ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "ROLLTAP_MARK": mark}, capture_output=True, text=True, check=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, "ROLLTAP_MARK": mark},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert running(mark) == []
     return training, json.loads(ended.stdout)

@@ -51,9 +51,10 @@ def sampled(session_id, version, number=0):
 
 
 class Loop:
-    """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are faults in the
-    first attempt; `run`, `forked`, `evaluated` and `published` note what it did. `other` are weights that sample in
-    place of the published ones: a session's end -> their version. Each session has so many `calls`."""
+    """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are
+    faults in the first attempt; `run`, `forked`, `evaluated` and `published` note what it did.
+    `other` are weights that sample in place of the published ones: a session's end -> their
+    version. Each session has so many `calls`."""
 
     def __init__(self, folder, silent="", at_first="", **settings):
         for run in (folder, folder / EVALUATION) if "evaluation" in settings else (folder,):
@@ -110,10 +111,14 @@ class Loop:
                 group_id=group.group_id,
                 task_id=group.task.id,
                 status="completed",
-                reward=0.5
-                if group.task.id in self.silent and not group.fork
-                else float(session_id.partition(".")[2].count("-0")),
-                policy_version=next((self.other[end] for end in self.other if session_id.endswith(end)), version),
+                reward=(
+                    0.5
+                    if group.task.id in self.silent and not group.fork
+                    else float(session_id.partition(".")[2].count("-0"))
+                ),
+                policy_version=next(
+                    (self.other[end] for end in self.other if session_id.endswith(end)), version
+                ),
             )
             for session_id in group.session_ids
         ]
@@ -131,7 +136,9 @@ class Loop:
     @contextmanager
     def source(self, number, attempt=0):
         """Yield a source before a step."""
-        source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
+        source = OnlineTraces(
+            self.recipe, self.folder, engine="http://a", seed=7, console=self.console
+        )
         source._worker = SimpleNamespace(runner=self.open_runner)
         source._tasks = {task.id: task for task in TASKS}
         if self.recipe.evaluation is not None:
@@ -156,7 +163,10 @@ class Loop:
         groups = self.recipe.groups_per_step
         if step in self.tasks:
             return [{"task_id": task} for task in self.tasks[step]]
-        return [{"task_id": TASKS[number % 5].id} for number in range(step * groups, (step + 1) * groups)]
+        return [
+            {"task_id": TASKS[number % 5].id}
+            for number in range(step * groups, (step + 1) * groups)
+        ]
 
     def open_runner(self, advance, *, share):
         return AtOnce(self, advance)
@@ -169,7 +179,9 @@ class Loop:
         trained = TrainedBatches(self.folder)
         for earlier in range(len(trained), number // iterations):
             place = f"1a2b3c4d.{earlier * iterations}"
-            names = [f"{row['task_id']}-{place}.{n}-0.0" for n, row in enumerate(self.rows_of(earlier))]
+            names = [
+                f"{row['task_id']}-{place}.{n}-0.0" for n, row in enumerate(self.rows_of(earlier))
+            ]
             trained.add(TrainedBatch(step=earlier * iterations, sessions=[], stale=names))
         with self.source(number, attempt) as source:
             source.before_batch()
@@ -177,8 +189,9 @@ class Loop:
 
 
 class AtOnce:
-    """A runner that runs a group as soon as it gets it, by the weights that are published then. Those of the tasks in
-    `loop.held` end when the test calls what is in `loop.waiting`; `forks` are all forks."""
+    """A runner that runs a group as soon as it gets it, by the weights that are published then.
+    Those of the tasks in `loop.held` end when the test calls what is in `loop.waiting`; `forks` are
+    all forks."""
 
     running = 0
 
@@ -239,7 +252,9 @@ def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(
 
 
 @pytest.mark.parametrize("status", ["infrastructure", "unjudged"])
-def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_again_at_the_next_start(loop, status):
+def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_again_at_the_next_start(
+    loop, status
+):
     loop.faults = status
     message = r"none of the 4 sessions of step 4 .*reason.* \(4\): the engine is down; put"
     with pytest.raises(RecorderError, match=message):
@@ -257,7 +272,9 @@ def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_fa
         source.finish(9)
 
 
-def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(loop):
+def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(
+    loop,
+):
     with loop.source(0) as source:
         source.begin(source.trainer)
         source.before_batch()
@@ -270,16 +287,24 @@ class TestOtherWeights:
     def test_their_calls_are_kept_and_left_out_with_a_warning_that_names_them(self, loop, other):
         loop.other = {"a-1a2b3c4d.3.1-0.0": other}
         batch = loop.step(3, "ba")
-        assert [trace.session_id for trace in batch.traces] == [name for name in loop.run if name not in loop.other]
+        assert [trace.session_id for trace in batch.traces] == [
+            name for name in loop.run if name not in loop.other
+        ]
         assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"stale": 2})
         printed = loop.console.file.getvalue()
-        assert f"warning: 2 tokens of step 4 were sampled by other weights than 1a2b3c4d.3.0 ({other}): " in printed
-        assert {call.session_id for s in iter_sessions(loop.folder) for call in s.calls} == {*loop.run}
+        assert (
+            "warning: 2 tokens of step 4 were sampled by other weights than 1a2b3c4d.3.0"
+            f" ({other}): " in printed
+        )
+        assert {call.session_id for s in iter_sessions(loop.folder) for call in s.calls} == {
+            *loop.run
+        }
 
     def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, loop):
         loop.other = {".0": "default"}
         with pytest.raises(
-            EngineError, match=r"4 tokens of step 4 .* \(default\): .*; nothing else is left to train: "
+            EngineError,
+            match=r"4 tokens of step 4 .* \(default\): .*; nothing else is left to train: ",
         ):
             loop.step(3, "b")
         assert TrainedBatches(loop.folder).get(3) is None
@@ -294,7 +319,9 @@ class TestOtherWeights:
 
 
 def test_a_step_whose_calls_have_no_experts_to_replay_ends_the_training(tmp_path):
-    with pytest.raises(EngineError, match=r"step 4 has the experts of its tokens: .*`rolltap serve --routing`"):
+    with pytest.raises(
+        EngineError, match=r"step 4 has the experts of its tokens: .*`rolltap serve --routing`"
+    ):
         Loop(tmp_path, grpo={"routing": "recorded"}).step(3, "ba")
 
 
@@ -315,7 +342,9 @@ def test_the_sessions_of_a_step_are_scored_by_the_teacher_and_not_again_after_a_
     assert loop.run == ["a-1a2b3c4d.0.0-0.0", "a-1a2b3c4d.0.0-1.0"]
 
 
-def test_a_step_reads_no_session_of_earlier_steps(tmp_path, tokenizer, tokenizer_folder, monkeypatch):
+def test_a_step_reads_no_session_of_earlier_steps(
+    tmp_path, tokenizer, tokenizer_folder, monkeypatch
+):
     loop = Loop(tmp_path / "run", teacher="big")
     read, seen = SegmentReader.read, set[str]()
 
@@ -338,7 +367,8 @@ def test_a_step_reads_no_session_of_earlier_steps(tmp_path, tokenizer, tokenizer
 
 
 class TestAhead:
-    """Rollouts of one group a step, beside the steps: task `a` is of the first step, `b` of the second."""
+    """Rollouts of one group a step, beside the steps: task `a` is of the first step, `b` of the
+    second."""
 
     @pytest.fixture
     def make(self, tmp_path):
@@ -361,15 +391,27 @@ class TestAhead:
         first, second, third = (self.step(source, number) for number in range(3))
         assert [batch.on_policy for batch in (first, second, third)] == [True, False, False]
         found = [
-            {(trace.task_id, span.version) for trace in batch.traces for span in trace.weight_versions}
+            {
+                (trace.task_id, span.version)
+                for trace in batch.traces
+                for span in trace.weight_versions
+            }
             for batch in (first, second, third)
         ]
         assert found == [{("a", "1a2b3c4d.0.0")}, {("b", "1a2b3c4d.0.0")}, {("c", "1a2b3c4d.1.0")}]
         assert third.ledger == Ledger(sampled=4, trained=4)
-        expected = {"age/mean": 1.0, "age/max": 1.0, "age/share/0": 0.0, "age/share/1": 1.0, "stale_share": 0.0}
+        expected = {
+            "age/mean": 1.0,
+            "age/max": 1.0,
+            "age/share/0": 0.0,
+            "age/share/1": 1.0,
+            "stale_share": 0.0,
+        }
         assert self.loop.metrics.items() >= expected.items()
         assert {"seconds_idle", "groups_dropped"} <= self.loop.metrics.keys()
-        assert self.loop.cancelled == ["1a2b3c4d.0.0"], "of these no token could be trained in the third step"
+        assert self.loop.cancelled == ["1a2b3c4d.0.0"], (
+            "of these no token could be trained in the third step"
+        )
 
     def test_a_group_that_is_too_old_is_left_out_as_stale_and_its_place_is_filled(self, make):
         source = make()
@@ -381,14 +423,22 @@ class TestAhead:
         assert {reward.task_id for reward in batch.rewards.values()} == {"d"}
         assert batch.ledger == Ledger(sampled=8, trained=4, left_out={"stale": 4})
         stale = ["b-1a2b3c4d.1.0-0.0", "b-1a2b3c4d.1.0-1.0"]
-        assert sum((account.ledger for account in batch.accounts.values()), Ledger()) == batch.ledger
-        assert {name for name, account in batch.accounts.items() if account.reason == "stale"} == {*stale}
+        assert (
+            sum((account.ledger for account in batch.accounts.values()), Ledger()) == batch.ledger
+        )
+        assert {name for name, account in batch.accounts.items() if account.reason == "stale"} == {
+            *stale
+        }
         assert TrainedBatches(self.loop.folder).get(2).stale == stale
-        assert [line["groups_dropped"] for line in self.loop.logged if "groups_dropped" in line] == [0, 0, 1]
+        assert [
+            line["groups_dropped"] for line in self.loop.logged if "groups_dropped" in line
+        ] == [0, 0, 1]
         assert "other weights" not in self.loop.console.file.getvalue()
         assert self.step(make(2, attempt=1), 2) == batch
 
-    def test_after_a_restart_only_groups_that_were_not_taken_go_on_and_nothing_ended_is_run_again(self, make):
+    def test_after_a_restart_only_groups_that_were_not_taken_go_on_and_nothing_ended_is_run_again(
+        self, make
+    ):
         source = make()
         first = self.step(source, 0)
         run = self.loop.run
@@ -402,14 +452,24 @@ class TestAhead:
     def test_groups_without_signal_are_replaced_by_those_that_run_ahead(self, make):
         source = make(replace_zero_variance=2, silent="ab")
         batch = self.step(source, 0)
-        assert [reward.task_id for reward in batch.rewards.values()] == ["a", "a", "b", "b", "c", "c"]
+        assert [reward.task_id for reward in batch.rewards.values()] == [
+            "a",
+            "a",
+            "b",
+            "b",
+            "c",
+            "c",
+        ]
         assert {trace.task_id for trace in self.step(source, 1).traces} == {"d"}
 
     def test_what_the_age_of_the_rollouts_does_not_explain_is_told_or_ends_the_training(self, make):
         source = make()
         self.loop.other = {"a-1a2b3c4d.0.0-0.0": "deadbeef.3.0"}
         assert self.step(source, 0).ledger == Ledger(sampled=4, trained=2, left_out={"stale": 2})
-        assert "warning: 2 tokens of step 1 were sampled by other weights" in self.loop.console.file.getvalue()
+        assert (
+            "warning: 2 tokens of step 1 were sampled by other weights"
+            in self.loop.console.file.getvalue()
+        )
         self.loop.other = {".0": "default"}
         self.step(source, 1)
         with pytest.raises(EngineError, match=r"\(default\): .*; nothing else is left to train"):
@@ -466,7 +526,8 @@ class TestAhead:
         assert [*self.loop.forked] == [FORKS, "fork~a-1a2b3c4d.1.0-0.0"]
 
     def lines(self):
-        """Return the lines of metrics with an evaluation: the step, the weights' step, and the sessions."""
+        """Return the lines of metrics with an evaluation: the step, the weights' step, and the
+        sessions."""
         lines = read_metrics(self.loop.folder / METRICS)
         return [(line["step"], line["eval/step"], line["eval/sessions"]) for line in lines]
 
@@ -485,7 +546,9 @@ class TestAhead:
         table = {"tasks": "held", "every": 1, "sessions": 1}
         source = make(evaluation=table)
         whole, loop = self.loop.record, self.loop
-        loop.record = lambda folder, group, version: [] if group.task.id == "y" else whole(folder, group, version)
+        loop.record = lambda folder, group, version: (
+            [] if group.task.id == "y" else whole(folder, group, version)
+        )
         self.step(source, 0)
         again = make(0, attempt=1, evaluation=table)
         for number in range(2):
@@ -509,7 +572,9 @@ class TestAhead:
         source = make()
         self.step(source, 0)
         source._rollouts.end_evaluation = Mock(side_effect=RecorderError("gave up"))
-        with pytest.raises(EngineError, match=r"training is finished, .*: only the last evaluation failed: gave up"):
+        with pytest.raises(
+            EngineError, match=r"training is finished, .*: only the last evaluation failed: gave up"
+        ):
             source.finish(1)
         assert self.loop.published[-1] == "1a2b3c4d.1.0"
 
@@ -522,9 +587,12 @@ class TestAhead:
 
 class TestGroupsWithoutSignal:
     @pytest.mark.parametrize(
-        ("silent", "limit", "groups"), [("", 2, 2), ("a", 0, 2), ("a", 1, 3), ("ab", 1, 3), ("ab", 9, 4)]
+        ("silent", "limit", "groups"),
+        [("", 2, 2), ("a", 0, 2), ("a", 1, 3), ("ab", 1, 3), ("ab", 9, 4)],
     )
-    def test_each_is_replaced_by_one_further_group_up_to_the_limit(self, tmp_path, silent, limit, groups):
+    def test_each_is_replaced_by_one_further_group_up_to_the_limit(
+        self, tmp_path, silent, limit, groups
+    ):
         loop = Loop(tmp_path, silent, replace_zero_variance=limit)
         batch = loop.step(3, "ab")
         assert len({labelled.group_id for labelled in batch.rewards.values()}) == groups
@@ -555,7 +623,9 @@ class TestForks:
         loop.calls = 4
         return loop
 
-    def test_the_first_session_of_each_is_forked_at_its_middle_call_and_the_forks_are_a_group_of_the_step(self, loop):
+    def test_the_first_session_of_each_is_forked_at_its_middle_call_and_the_forks_are_a_group_of_the_step(
+        self, loop
+    ):
         batch = loop.step(3, "ca")
         source = RecordedFrom(loop.folder, "a-1a2b3c4d.3.1-0.0", START + timedelta(seconds=2))
         assert loop.forked == {"fork~a-1a2b3c4d.3.1-0.0": source}
@@ -578,7 +648,9 @@ class TestForks:
         assert (loop.run, sorted(batch.rewards)) == ([], sorted(first))
         assert loop.step(3, "ab", attempt=2) == batch
 
-    def test_a_restarted_step_takes_no_forks_of_another_session_than_it_forks(self, loop, monkeypatch):
+    def test_a_restarted_step_takes_no_forks_of_another_session_than_it_forks(
+        self, loop, monkeypatch
+    ):
         record = loop.record
 
         def lose_first(folder, group, version):
@@ -635,27 +707,41 @@ class TestFaults:
 
     @pytest.mark.parametrize(
         ("old", "new", "lacks"),
-        [(",0]]", ',0],["gone",0]]', "gone of revision 0"), (",0]", ",5]", "b-1a2b3c4d.3.0-0.0 of revision 5")],
+        [
+            (",0]]", ',0],["gone",0]]', "gone of revision 0"),
+            (",0]", ",5]", "b-1a2b3c4d.3.0-0.0 of revision 5"),
+        ],
     )
-    def test_a_step_whose_sessions_or_revisions_are_gone_is_not_taken_again(self, loop, old, new, lacks):
+    def test_a_step_whose_sessions_or_revisions_are_gone_is_not_taken_again(
+        self, loop, old, new, lacks
+    ):
         loop.step(3, "b")
         text = (loop.folder / BATCHES).read_text()
         assert old in text
         (loop.folder / BATCHES).write_text(text.replace(old, new))
         with pytest.raises(
-            RunError, match=rf"has no session {lacks}, but batches\.jsonl says .*train into a new folder"
+            RunError,
+            match=rf"has no session {lacks}, but batches\.jsonl says .*train into a new folder",
         ):
             loop.step(3, "b", attempt=1)
 
     def test_a_step_that_was_trained_is_taken_again_with_the_rewards_that_it_had(self, loop):
         first = loop.step(3, "b")
         with RunWriter(loop.folder, "never") as writer:
-            give_reward(writer, loop.run[0], GivenReward(value=-9.0, group="mine", source="x"), change=True)
+            give_reward(
+                writer, loop.run[0], GivenReward(value=-9.0, group="mine", source="x"), change=True
+            )
         assert loop.step(3, "b", attempt=1) == first
 
 
-def test_a_temperature_other_than_1_asks_each_engine_for_log_probabilities_at_it(tmp_path, monkeypatch):
-    for name, value in (("check_arguments", Mock()), ("make_worker", Mock()), ("load_tasks", Mock(return_value=TASKS))):
+def test_a_temperature_other_than_1_asks_each_engine_for_log_probabilities_at_it(
+    tmp_path, monkeypatch
+):
+    for name, value in (
+        ("check_arguments", Mock()),
+        ("make_worker", Mock()),
+        ("load_tasks", Mock(return_value=TASKS)),
+    ):
         monkeypatch.setattr(online, name, value)
     required = Mock(side_effect=EngineError("raw_logprobs"))
     monkeypatch.setattr(EngineAdmin, "require_endpoints", Mock())
@@ -664,7 +750,9 @@ def test_a_temperature_other_than_1_asks_each_engine_for_log_probabilities_at_it
     def check(**grpo):
         recipe = Recipe(model=tmp_path, tasks="t", harness="h", steps=1, grpo=grpo)
         engine = "http://127.0.0.1:9"
-        OnlineTraces(recipe, tmp_path, engine=engine, seed=0, console=Console(file=StringIO())).check()
+        OnlineTraces(
+            recipe, tmp_path, engine=engine, seed=0, console=Console(file=StringIO())
+        ).check()
 
     with pytest.raises(EngineError, match="raw_logprobs"):
         check(temperature=0.7)

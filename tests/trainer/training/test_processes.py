@@ -17,7 +17,9 @@ def training(tmp_path):
 
 @pytest.mark.deep  # short, test_nodes.py has two processes that go on after one was killed
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, monkeypatch, sharding):
+def test_two_processes_go_on_after_one_died_and_train_what_one_does(
+    training, monkeypatch, sharding
+):
     training.recipe(f'{RECIPE}sharding = "{sharding}"\n')
     died = training.in_two(fault="second_dies")
     assert not died.startswith("0\n")
@@ -28,7 +30,8 @@ def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, mo
     assert printed.count("step 2/2  4 sessions ") == 1
     run, again = training.folder / "run", training.folder / "again"
     shutil.copytree(run, again, ignore=shutil.ignore_patterns("checkpoints", FINISHED, METRICS))
-    # the engines' weights differ in rounding, but batches.jsonl says which sessions each step trains
+    # the engines' weights differ in rounding, but batches.jsonl says which sessions each step
+    # trains
     ended = training.here(monkeypatch, "again")
     assert ended.exit_code == 0, ended.output
     assert "step 2/2  4 sessions (4 recorded before)" in ended.output
@@ -36,7 +39,11 @@ def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, mo
     assert apart(training.weights(), training.weights("again"), base) < 0.01
     assert largest_difference(training.weights(), base) > 1e-3
     # a step whose batch was on the disk when the process died publishes nothing
-    differences = [line["engine_difference"] for line in read_metrics(run / METRICS) if "engine_difference" in line]
+    differences = [
+        line["engine_difference"]
+        for line in read_metrics(run / METRICS)
+        if "engine_difference" in line
+    ]
     assert differences
     assert max(differences) < 1e-4
     assert training.owners() == []
@@ -69,7 +76,8 @@ def test_a_wrong_recipe_is_refused_once(training):
     assert "'steps' is 0" in printed
 
 
-@pytest.mark.deep  # step/test_checkpoint.py trains an adapter on two ranks, test_offline.py recorded runs on one
+# step/test_checkpoint.py trains an adapter on two ranks, test_offline.py recorded runs on one
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_is_trained_on_recorded_runs_by_two_processes_as_by_one(training, monkeypatch):
     training.recipe('publish = "lora"\n' + RECIPE + LORA)

@@ -21,9 +21,19 @@ def load(tmp_path):
 
 
 def test_paths_are_relative_to_the_recipe_or_absolute(load, tmp_path):
-    recipe = load(GOOD + 'publish_folder = "way"\nruntime = "sandbox"\ntools = ["b", "/o"]\nrepositories = "r"\n')
-    assert (recipe.model, recipe.tasks, recipe.repositories) == (tmp_path / "m", tmp_path / "t.jsonl", tmp_path / "r")
-    assert (recipe.harness, recipe.tools) == (str(tmp_path / "h.toml"), (tmp_path / "b", Path("/o")))
+    recipe = load(
+        GOOD
+        + 'publish_folder = "way"\nruntime = "sandbox"\ntools = ["b", "/o"]\nrepositories = "r"\n'
+    )
+    assert (recipe.model, recipe.tasks, recipe.repositories) == (
+        tmp_path / "m",
+        tmp_path / "t.jsonl",
+        tmp_path / "r",
+    )
+    assert (recipe.harness, recipe.tools) == (
+        str(tmp_path / "h.toml"),
+        (tmp_path / "b", Path("/o")),
+    )
     assert recipe.publish_folder == tmp_path / "way"
     assert load(GOOD + 'publish_folder = "/dev/shm"\n').publish_folder == Path("/dev/shm")
 
@@ -44,17 +54,22 @@ def test_so_many_adapters_stay_loaded_that_sessions_ahead_keep_theirs(load):
     adapted = f'{GOOD}publish = "lora"\n'
     lora = "[lora]\nr = 1\n"
     assert [
-        load(f"{adapted}max_staleness = {max_staleness}\n{lora}").adapters for max_staleness in (0, 1, 2, 3, 7)
+        load(f"{adapted}max_staleness = {max_staleness}\n{lora}").adapters
+        for max_staleness in (0, 1, 2, 3, 7)
     ] == [4, 4, 4, 5, 9]
     assert load(f"{adapted}max_staleness = 1\nadapters = 3\n{lora}").adapters == 3
-    with pytest.raises(InputError, match="adapters = 4 with max_staleness = 3: give at least 5, or remove it"):
+    with pytest.raises(
+        InputError, match="adapters = 4 with max_staleness = 3: give at least 5, or remove it"
+    ):
         load(f"{adapted}max_staleness = 3\nadapters = 4\n{lora}")
 
 
 def test_a_session_keeps_its_adapter_unless_the_recorder_is_told_otherwise(load):
     lora = "[lora]\nr = 1\n"
     assert load(f'{GOOD}publish = "lora"\n{lora}').keeps_adapters
-    assert not load(f'{GOOD}publish = "lora"\n{lora}[recorder]\nrolltap_keep_adapter = "false"\n').keeps_adapters
+    assert not load(
+        f'{GOOD}publish = "lora"\n{lora}[recorder]\nrolltap_keep_adapter = "false"\n'
+    ).keeps_adapters
     assert not load(GOOD).keeps_adapters
 
 
@@ -77,13 +92,20 @@ def test_a_harness_may_be_a_name(load):
 
 def test_calls_to_train_are_chosen_by_role_and_length(load):
     recipe = load(GOOD + 'strategy = "tree"\nroles = ["agent", "auxiliary"]\nmax_tokens = 4096\n')
-    assert (recipe.strategy, recipe.roles, recipe.max_tokens) == ("tree", ("agent", "auxiliary"), 4096)
+    assert (recipe.strategy, recipe.roles, recipe.max_tokens) == (
+        "tree",
+        ("agent", "auxiliary"),
+        4096,
+    )
     recipe = load(GOOD)
     assert (recipe.roles, recipe.max_tokens) == (("agent", "subagent", "compaction"), None)
 
 
 def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
-    recipe = load(GOOD + 'suspicious = 0.5\n[outcomes]\ntimeout = 0\nfailed = "exclude"\n[budget]\ncalls = 40\n')
+    recipe = load(
+        GOOD
+        + 'suspicious = 0.5\n[outcomes]\ntimeout = 0\nfailed = "exclude"\n[budget]\ncalls = 40\n'
+    )
     rules = recipe.trace_options().rewards
     assert (rules.suspicious, rules.outcomes.timeout, rules.outcomes.failed) == (0.5, 0, "exclude")
     assert (rules.outcomes.budget, rules.outcomes.unjudged) == ("judge", "exclude")
@@ -102,7 +124,10 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + 'container_engine = "docker"\n', 'are for runtime = "container", not "process"'),
         (GOOD + "retries = -1\n", "'retries' is -1"),
         (GOOD + "[budget]\ncalls = 0\n", r"'budget\.calls' is 0"),
-        (GOOD + '[recorder]\nrolltap_max_calls = "3"\n', r"set budget\.calls .* instead of rolltap_max_calls"),
+        (
+            GOOD + '[recorder]\nrolltap_max_calls = "3"\n',
+            r"set budget\.calls .* instead of rolltap_max_calls",
+        ),
         (
             GOOD + '[recorder]\nrolltap_samplin = "{}"\n',
             r"recorder\.rolltap_samplin is .* did you mean rolltap_sampling",
@@ -111,34 +136,67 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         ("model = ", "is not TOML"),
         (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
         (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),
-        (GOOD + 'strategy = "merge"\n', "'strategy' is 'merge': Input should be 'per_request', .* or 'tree'"),
-        (GOOD + 'roles = ["agent", "agnet"]\n', r"'roles\.1' is 'agnet': Input should be 'agent', .*or 'auxiliary'"),
+        (
+            GOOD + 'strategy = "merge"\n',
+            "'strategy' is 'merge': Input should be 'per_request', .* or 'tree'",
+        ),
+        (
+            GOOD + 'roles = ["agent", "agnet"]\n',
+            r"'roles\.1' is 'agnet': Input should be 'agent', .*or 'auxiliary'",
+        ),
         (GOOD + "roles = []\n", r"'roles' is \[\]"),
         (GOOD + "recorders = 0\n", "'recorders' is 0"),
         (GOOD + "max_tokens = 0\n", "'max_tokens' is 0"),
         (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
         (GOOD + "adapters = 2\n", 'adapters does nothing with publish = "checkpoint": remove it'),
-        (GOOD + 'teacher_engine = "http://h"\n', "teacher_engine does nothing without teacher: add teacher"),
-        (GOOD + 'dtype = "float16"\n', "'dtype' is 'float16': Input should be 'bfloat16' or 'float32'"),
-        (GOOD + 'publish = "nccl"\n', "'publish' is 'nccl': Input should be 'checkpoint' or 'lora'"),
+        (
+            GOOD + 'teacher_engine = "http://h"\n',
+            "teacher_engine does nothing without teacher: add teacher",
+        ),
+        (
+            GOOD + 'dtype = "float16"\n',
+            "'dtype' is 'float16': Input should be 'bfloat16' or 'float32'",
+        ),
+        (
+            GOOD + 'publish = "nccl"\n',
+            "'publish' is 'nccl': Input should be 'checkpoint' or 'lora'",
+        ),
         (GOOD + "[evaluation]\nevery = 2\n", r"'evaluation\.tasks' is missing"),
-        (GOOD + HELD_OUT + '[recorder]\nlisten_port = "8899"\n', r"\[evaluation\] .*listen_port = 8899"),
+        (
+            GOOD + HELD_OUT + '[recorder]\nlisten_port = "8899"\n',
+            r"\[evaluation\] .*listen_port = 8899",
+        ),
         (GOOD + HELD_OUT + "share = 1.0\n", r"'evaluation\.share' is 1\.0"),
         (GOOD + HELD_OUT + "share = 0\n", r"'evaluation\.share' is 0"),
         (
             GOOD + 'service = "http://h:1"\n' + HELD_OUT + "share = 0.5\n",
-            r"evaluation\.share = 0\.5 does nothing with service, .* give --evaluation-share to `rolltap service`",
+            (
+                r"evaluation\.share = 0\.5 does nothing with service, .* give --evaluation-share to"
+                r" `rolltap service`"
+            ),
         ),
         (GOOD + HELD_OUT + "every = 0\n", r"'evaluation\.every' is 0"),
         (GOOD + HELD_OUT + "step = 1\n", r"unknown key 'evaluation\.step'"),
-        (GOOD + HELD_OUT + "sampling = {max_tokens = 0}\n", r"evaluation\.sampling: .*is 0: Input should be greater"),
-        (GOOD + HELD_OUT + "sampling = {temprature = 0}\n", r"evaluation\.sampling: .*temprature is unknown: use temp"),
-        (GOOD + '[forks]\nfrom = "solved"\n', r"'forks\.from' is 'solved': Input should be 'failed' or 'any'"),
+        (
+            GOOD + HELD_OUT + "sampling = {max_tokens = 0}\n",
+            r"evaluation\.sampling: .*is 0: Input should be greater",
+        ),
+        (
+            GOOD + HELD_OUT + "sampling = {temprature = 0}\n",
+            r"evaluation\.sampling: .*temprature is unknown: use temp",
+        ),
+        (
+            GOOD + '[forks]\nfrom = "solved"\n',
+            r"'forks\.from' is 'solved': Input should be 'failed' or 'any'",
+        ),
         (GOOD + '[forks]\nsource = "any"\n', r"unknown key 'forks\.source'"),
         (GOOD + "[forks]\nsessions = 1\n", r"'forks\.sessions' is 1"),
         (
             GOOD + "concurrency = 1\n" + HELD_OUT,
-            r"evaluation\.share = 0\.25 leaves no slot for the training with concurrency = 1: set concurrency = 2",
+            (
+                r"evaluation\.share = 0\.25 leaves no slot for the training with concurrency = 1:"
+                r" set concurrency = 2"
+            ),
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""Reports of a training: the file of metrics, the seconds of its phases, and the lines on the console."""
+"""Reports of a training: the file of metrics, the seconds of its phases, and the lines on the
+console."""
 
 import io
 import json
@@ -75,7 +76,8 @@ class Killed(Exception):
 
 @pytest.fixture
 def train(tmp_path):
-    """A function that trains four steps and returns what was printed. It may be killed before a step's checkpoint."""
+    """A function that trains four steps and returns what was printed. It may be killed before a
+    step's checkpoint."""
 
     def train(kill_at=None, resume=None):
         class Kill(TrainerCallback):
@@ -100,7 +102,9 @@ def train(tmp_path):
             callbacks=[Reports(tmp_path, console), Kill()],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=resume and str(tmp_path / "checkpoints" / f"checkpoint-{resume}"))
+        trainer.train(
+            resume_from_checkpoint=resume and str(tmp_path / "checkpoints" / f"checkpoint-{resume}")
+        )
         return printed.getvalue()
 
     return train
@@ -111,12 +115,19 @@ def test_every_step_has_one_line_in_the_file_and_one_on_the_console(train, tmp_p
     lines = read_metrics(tmp_path / METRICS)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line.keys() >= {"loss", "learning_rate", "epoch"} for line in lines)
-    assert [line.split("  ")[0] for line in printed] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert [line.split("  ")[0] for line in printed] == [
+        "step 1/4",
+        "step 2/4",
+        "step 3/4",
+        "step 4/4",
+    ]
     assert {path.name for path in tmp_path.iterdir()} == {METRICS, "checkpoints"}
 
 
 @pytest.mark.parametrize(("killed", "resume"), [(3, 2), (1, None)])
-def test_a_training_that_resumes_or_starts_again_writes_no_step_twice(train, tmp_path, killed, resume):
+def test_a_training_that_resumes_or_starts_again_writes_no_step_twice(
+    train, tmp_path, killed, resume
+):
     with pytest.raises(Killed):
         train(killed)
     before = read_metrics(tmp_path / METRICS)
@@ -154,7 +165,12 @@ class TestPhases:
             clock.now += 5
             phases.on_step_end(None, None, None)
             clock.now += 0.5
-        first = {"seconds_publication": 3, "seconds_evaluation": 4, "seconds_rollout": 10, "seconds_training": 5}
+        first = {
+            "seconds_publication": 3,
+            "seconds_evaluation": 4,
+            "seconds_rollout": 10,
+            "seconds_training": 5,
+        }
         assert logged == [first, first | {"seconds_rollout": 20, "seconds_training": 5.5}]
 
     def test_a_phase_ends_with_its_error(self, clock):
@@ -183,14 +199,24 @@ def test_other_processes_report_nothing(tmp_path):
 
 
 def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
-    more = {"sessions_unjudged": 1.0, "suspicious": 2.0, "sessions_no_reward": 1.0, "loss": 0.01234, "kl": 0.25}
-    logs = STEP | more | {"clip_ratio/region_mean": 0.0123, "learning_rate": 1e-6, "eval/reward": 0.25}
+    more = {
+        "sessions_unjudged": 1.0,
+        "suspicious": 2.0,
+        "sessions_no_reward": 1.0,
+        "loss": 0.01234,
+        "kl": 0.25,
+    }
+    logs = (
+        STEP | more | {"clip_ratio/region_mean": 0.0123, "learning_rate": 1e-6, "eval/reward": 0.25}
+    )
     logs |= {"seconds_rollout": 12.34, "seconds_publication": 0.5, "seconds_training": 3.0}
-    assert step_line(3, 5, logs) == (
-        "step 3/5  reward [bold]0.500[/]  eval 0.250  infrastructure failures 3  unjudged 1  suspicious 2  "
-        "sessions without a reward 1  groups without signal 1  loss 0.01234  difference 1.0e-03  off policy 2.5e-01  "
-        "ratio 1.000  clipped 1.2 %  masked 20.0 %  KL 0.25  entropy 0.500  100 tokens trained  7 left out  "
-        "40 % of rows forwarded  50 tokens/s  1.5 GiB  rollout 12.3 s  publication 0.5 s  training 3.0 s"
+    assert (
+        step_line(3, 5, logs)
+        == "step 3/5  reward [bold]0.500[/]  eval 0.250  infrastructure failures 3  unjudged 1 "
+        " suspicious 2  sessions without a reward 1  groups without signal 1  loss 0.01234 "
+        " difference 1.0e-03  off policy 2.5e-01  ratio 1.000  clipped 1.2 %  masked 20.0 %  KL"
+        " 0.25  entropy 0.500  100 tokens trained  7 left out  40 % of rows forwarded  50"
+        " tokens/s  1.5 GiB  rollout 12.3 s  publication 0.5 s  training 3.0 s"
     )
 
 
@@ -207,7 +233,12 @@ def test_the_time_left_follows_from_the_steps_taken_since_the_start(seconds, tak
     [
         ({"off_policy/root": 0.25, "off_policy/bridged": 0.5}, "off policy 5.0e-01"),
         (
-            {"reward": None, "sessions_infrastructure": 0.0, "tokens_in_rows": 0.0, "tokens_trained": 0.0},
+            {
+                "reward": None,
+                "sessions_infrastructure": 0.0,
+                "tokens_in_rows": 0.0,
+                "tokens_trained": 0.0,
+            },
             "0 tokens trained",
         ),
     ],
@@ -222,11 +253,26 @@ def path(tmp_path):
 
 
 def test_a_line_is_one_object_with_its_step_and_null_for_what_json_lacks(path):
-    values = {"loss": math.nan, "ratio/max": math.inf, "kl": None, "entropy": np.float32(0.5), "lr": torch.tensor(2.0)}
+    values = {
+        "loss": math.nan,
+        "ratio/max": math.inf,
+        "kl": None,
+        "entropy": np.float32(0.5),
+        "lr": torch.tensor(2.0),
+    }
     append_metrics(path, 3, values)
     append_metrics(path, 4, {"tokens": 7, "note": "late"})
-    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
-    assert first == {"step": 3, "loss": None, "ratio/max": None, "kl": None, "entropy": 0.5, "lr": 2.0}
+    first, second = (
+        json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()
+    )
+    assert first == {
+        "step": 3,
+        "loss": None,
+        "ratio/max": None,
+        "kl": None,
+        "entropy": 0.5,
+        "lr": 2.0,
+    }
     assert second == {"step": 4, "tokens": 7, "note": "late"}
     assert read_metrics(path) == [first, second]
 
@@ -250,7 +296,9 @@ def test_lines_after_the_checkpoint_and_half_a_line_are_cut(path, step, kept, to
     assert [line["step"] for line in read_metrics(path)] == [*kept, step + 1]
 
 
-@pytest.mark.parametrize("line", ["step 2", '{"loss": 1}', '[{"step": 1}]', '{"step": "2"}', "null"])
+@pytest.mark.parametrize(
+    "line", ["step 2", '{"loss": 1}', '[{"step": 1}]', '{"step": "2"}', "null"]
+)
 def test_a_line_that_is_no_steps_is_named(path, line):
     append_metrics(path, 1, {})
     with path.open("a") as file:

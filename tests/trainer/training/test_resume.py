@@ -13,14 +13,31 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_training_that_was_killed_ends_with_the_batches_and_weights_of_one_that_was_not(tmp_path):
-    command = [sys.executable, "-m", "tests.trainer.training.killed", str(tmp_path), *([] if DEEP else ["short"])]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.training.killed",
+        str(tmp_path),
+        *([] if DEEP else ["short"]),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     reports = json.loads(process.stdout)
     assert len(reports) == sum(map(len, (POINTS if DEEP else SHORT).values()))
     as_it_should = dict.fromkeys(
-        ("killed", "unfinished", "ended", "batches", "weights", "sessions", "trained", "metrics", "tidy"), True
+        (
+            "killed",
+            "unfinished",
+            "ended",
+            "batches",
+            "weights",
+            "sessions",
+            "trained",
+            "metrics",
+            "tidy",
+        ),
+        True,
     )
     wrong = [report for report in reports if report != report | as_it_should]
     assert not wrong, process.stderr

@@ -128,21 +128,26 @@ class Played:
 
 
 def beside(finished=lambda group: {}):
-    """Return rollouts one step ahead, of one group with two sessions a step, and a list for their schedule."""
+    """Return rollouts one step ahead, of one group with two sessions a step, and a list for their
+    schedule."""
     opened = []
 
     def open_runner(advance):
         opened.append(Played(advance))
         return opened[0]
 
-    groups = ((number, step_group(Version("1a2b3c4d", number, 0), 0, TASK, 2)) for number in count())
+    groups = (
+        (number, step_group(Version("1a2b3c4d", number, 0), 0, TASK, 2)) for number in count()
+    )
     return AsyncRollouts(Starts(1, 1, 9, groups), open_runner, finished=finished), opened
 
 
 def taken(rollouts):
     """Return the number of the oldest complete group, and the names of its sessions in it."""
     group = rollouts.take()
-    return group.number, *(each.session_id.removeprefix(f"{group.group.group_id}-") for each in group.sessions)
+    return group.number, *(
+        each.session_id.removeprefix(f"{group.group.group_id}-") for each in group.sessions
+    )
 
 
 def test_the_oldest_complete_group_comes_first_and_new_weights_let_others_start():
@@ -166,7 +171,9 @@ def test_the_oldest_complete_group_comes_first_and_new_weights_let_others_start(
 
 def test_sessions_that_have_ended_before_are_not_run_again():
     known = Session(session_id="a-1a2b3c4d.0.0-1.7", status="completed")
-    rollouts, opened = beside(lambda group: {"a-1a2b3c4d.0.0-1.0": known} if ".0.0" in group.group_id else {})
+    rollouts, opened = beside(
+        lambda group: {"a-1a2b3c4d.0.0-1.0": known} if ".0.0" in group.group_id else {}
+    )
     with rollouts:
         rollouts.publish(0)
         opened[0].end(0, "0.0")
@@ -188,7 +195,12 @@ def test_a_schedule_that_fails_ends_every_call_with_its_error():
     with rollouts:
         rollouts.publish(0)
         opened[0].fail(RecorderError("the recorder has died"))
-        for call in (rollouts.take, rollouts.take, lambda: rollouts.publish(1), rollouts.idle_seconds):
+        for call in (
+            rollouts.take,
+            rollouts.take,
+            lambda: rollouts.publish(1),
+            rollouts.idle_seconds,
+        ):
             with pytest.raises(RecorderError, match="the recorder has died"):
                 call()
 

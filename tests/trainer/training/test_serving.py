@@ -77,7 +77,10 @@ def test_an_engine_that_did_not_apply_the_weights_is_named_with_the_difference_a
 
     monkeypatch.setattr(FolderEngine, "install", lose)
     monkeypatch.setattr(FolderEngine, "_name", lambda *_: None)
-    message = r"^the engine at http://127\.0\.0\.1:10: .*1a2b3c4d\.1\.0 .* by \d.* nats .*limit is 0\.001: .*max_diff"
+    message = (
+        r"^the engine at http://127\.0\.0\.1:10: .*1a2b3c4d\.1\.0 .* by \d.* nats .*limit is"
+        r" 0\.001: .*max_diff"
+    )
     with pytest.raises(EngineError, match=message):
         serving().publish(stepped, "1a2b3c4d.1.0")
     assert stepped.logged["engine_difference"] > 1e-3
@@ -109,12 +112,19 @@ class TestTheLastAdapter:
         return trainer
 
     def adapters(self, tmp_path):
-        return [sorted(path.name for path in (tmp_path / "engine" / port).glob("policy-*")) for port in ("9", "10")]
+        return [
+            sorted(path.name for path in (tmp_path / "engine" / port).glob("policy-*"))
+            for port in ("9", "10")
+        ]
 
-    def test_it_alone_stays_loaded_from_the_run_folder(self, serving, adapted, tmp_path, monkeypatch):
+    def test_it_alone_stays_loaded_from_the_run_folder(
+        self, serving, adapted, tmp_path, monkeypatch
+    ):
         loaded = []
         load = FolderEngine.load_adapter
-        monkeypatch.setattr(FolderEngine, "load_adapter", lambda *args: (loaded.append(args[2]), load(*args)))
+        monkeypatch.setattr(
+            FolderEngine, "load_adapter", lambda *args: (loaded.append(args[2]), load(*args))
+        )
         published = serving(publish="lora", publish_folder=tmp_path)
         for step in range(3):
             published.publish(adapted, f"1a2b3c4d.{step}.0")
@@ -147,7 +157,8 @@ class TestSteps:
 
     @pytest.fixture
     def begun(self, serving, trainer, console):
-        """Return a function that verifies engines, whose tokens differ by so much from the trainer's."""
+        """Return a function that verifies engines, whose tokens differ by so much from the
+        trainer's."""
 
         score = trainer.score
 
@@ -165,36 +176,58 @@ class TestSteps:
             **{f"tokens/{kind}": tokens for kind in kinds},
         }
 
-    def test_the_difference_of_the_base_weights_is_printed_with_the_limits_that_follow_from_it(self, begun, console):
+    def test_the_difference_of_the_base_weights_is_printed_with_the_limits_that_follow_from_it(
+        self, begun, console
+    ):
         begun(0.011, dtype="bfloat16")
         printed = console.export_text()
-        assert "by 1.1e-02 nats on average; more than 3.3e-02 is a warning, more than 0.1 ends the training" in printed
+        assert (
+            "by 1.1e-02 nats on average; more than 3.3e-02 is a warning, more than 0.1 ends the"
+            " training" in printed
+        )
         begun(dtype="bfloat16")
-        assert "more than 1.0e-02 is a warning" in console.export_text()  # a tenth of the limit in any case
+        assert (
+            "more than 1.0e-02 is a warning" in console.export_text()
+        )  # a tenth of the limit in any case
 
-    def test_the_first_step_is_printed_and_is_no_warning_where_rounding_explains_it(self, begun, console):
+    def test_the_first_step_is_printed_and_is_no_warning_where_rounding_explains_it(
+        self, begun, console
+    ):
         started = begun(0.011, dtype="bfloat16")
         console.export_text()
         for step in (4, 5):
             started.check_step(step, self.metrics(root=0.02, bridged=0.012), console)
         assert console.export_text().splitlines() == [
-            "step 5: a sampled token after a root prompt differs from the trainer's by 2.0e-02 nats on average",
-            "step 5: a sampled token after a bridged prompt differs from the trainer's by 1.2e-02 nats on average",
+            (
+                "step 5: a sampled token after a root prompt differs from the trainer's by 2.0e-02"
+                " nats on average"
+            ),
+            (
+                "step 5: a sampled token after a bridged prompt differs from the trainer's by"
+                " 1.2e-02 nats on average"
+            ),
         ]
 
     def test_more_than_rounding_is_a_warning_that_names_the_kind_of_prompt(self, begun, console):
         started = begun(0.011, dtype="bfloat16")
         started.check_step(0, self.metrics(root=0.02, bridged=0.05), console)
-        (warning,) = [line for line in console.export_text().splitlines() if line.startswith("warning")]
+        (warning,) = [
+            line for line in console.export_text().splitlines() if line.startswith("warning")
+        ]
         assert "after a bridged prompt differs from the trainer's by 5.0e-02 nats" in warning
         assert warning.endswith("rounding explains 3.3e-02")
 
     @pytest.mark.parametrize("differs", [0.32, float("nan"), float("inf")])
     def test_more_than_the_limit_ends_the_training(self, begun, console, differs):
         started = begun(0.011, dtype="bfloat16")
-        with pytest.raises(EngineError, match=r"step 4: .* after a bridged prompt .*limit is 0\.1: .* max_difference"):
+        with pytest.raises(
+            EngineError,
+            match=r"step 4: .* after a bridged prompt .*limit is 0\.1: .* max_difference",
+        ):
             started.check_step(3, self.metrics(root=0.02, bridged=differs), console)
-        begun(0.011, dtype="bfloat16", max_difference=1.0).check_step(3, self.metrics(bridged=0.32), console)
+        begun(0.011, dtype="bfloat16", max_difference=1.0).check_step(
+            3, self.metrics(bridged=0.32), console
+        )
 
     def test_a_few_tokens_alone_end_nothing(self, begun, console):
         begun(dtype="bfloat16").check_step(3, self.metrics(63.0, bridged=0.32), console)
@@ -220,21 +253,29 @@ def test_adapters_of_ended_trainings_are_unloaded_at_the_start(serving, trainer,
         (tmp_path / "engine" / "9" / name).mkdir()
     with started.engines.claimed("1a2b3c4d", "here"):
         started.verify_base(trainer, "1a2b3c4d.0.1", Console())
-    assert [path.name for path in (tmp_path / "engine" / "9").glob("policy-*")] == ["policy-1a2b3c4d.1.0"]
+    assert [path.name for path in (tmp_path / "engine" / "9").glob("policy-*")] == [
+        "policy-1a2b3c4d.1.0"
+    ]
 
 
 def test_an_engine_with_other_weights_gets_those_of_the_recipes_model(serving, trainer, tmp_path):
     console = Console(record=True, width=1000)
     place = FolderEngine(URLS.split(",")[1]).place
     weights = load_file(place / "model.safetensors")
-    save_file({**weights, "lm_head.weight": weights["lm_head.weight"] * 2}, place / "model.safetensors")
+    save_file(
+        {**weights, "lm_head.weight": weights["lm_head.weight"] * 2}, place / "model.safetensors"
+    )
     serving().verify_base(trainer, "1a2b3c4d.0.0", console)
     assert (place / "version").read_text() == "1a2b3c4d.0.0"
     assert (tmp_path / "engine" / "9" / "version").read_text() == "default"
-    assert "http://127.0.0.1:10 serves the weights default, which differ from" in console.export_text()
+    assert (
+        "http://127.0.0.1:10 serves the weights default, which differ from" in console.export_text()
+    )
 
 
-def test_an_engine_with_two_words_swapped_in_its_vocabulary_is_named(serving, trainer, tmp_path, monkeypatch):
+def test_an_engine_with_two_words_swapped_in_its_vocabulary_is_named(
+    serving, trainer, tmp_path, monkeypatch
+):
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "model", other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -242,13 +283,18 @@ def test_an_engine_with_two_words_swapped_in_its_vocabulary_is_named(serving, tr
     words["w5"], words["w6"] = words["w6"], words["w5"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     monkeypatch.setattr(FolderEngine, "model", other)
-    message = r"the engine at http://127\.0\.0\.1:9 serves .*other, whose vocabulary is not that of .*model: start"
+    message = (
+        r"the engine at http://127\.0\.0\.1:9 serves .*other, whose vocabulary is not that of"
+        r" .*model: start"
+    )
     with pytest.raises(EngineError, match=message):
         serving().verify_base(trainer, "1a2b3c4d.0.0", Console())
 
 
 class TestFolder:
-    def test_it_is_in_the_run_and_stays_or_elsewhere_the_trainings_own_and_is_removed(self, tmp_path):
+    def test_it_is_in_the_run_and_stays_or_elsewhere_the_trainings_own_and_is_removed(
+        self, tmp_path
+    ):
         with published_folder(Recipe(model="m", steps=1), tmp_path, "1a2b3c4d") as folder:
             folder.mkdir()
         assert folder == tmp_path / "published"
@@ -261,7 +307,12 @@ class TestFolder:
 
     def test_a_start_removes_those_of_killed_trainings_and_nothing_else(self, tmp_path):
         recipe = Recipe(model="m", steps=1, publish_folder=tmp_path / "shm")
-        for left in ("22222222/policy-22222222.1.0", "22222222/.policy-22222222.2.0.partial", "33333333/mine", "data"):
+        for left in (
+            "22222222/policy-22222222.1.0",
+            "22222222/.policy-22222222.2.0.partial",
+            "33333333/mine",
+            "data",
+        ):
             (tmp_path / "shm" / left).mkdir(parents=True)
         with (
             published_folder(recipe, tmp_path, "1a2b3c4d") as folder,

@@ -1,4 +1,5 @@
-"""The sessions of a step: their ids, those that are on the disk, further tasks, and the file of the trained steps."""
+"""The sessions of a step: their ids, those that are on the disk, further tasks, and the file of the
+trained steps."""
 
 from datetime import timedelta
 
@@ -30,18 +31,24 @@ STEP = Version("1a2b3c4d", 4, 9)
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in ("a", "a-1", "b-0.0", "c")]
 
 
-def group_of(attempt: int, *, step: int = 4, position: int = 0, task: Task = TASKS[0], sessions: int = 3) -> Group:
+def group_of(
+    attempt: int, *, step: int = 4, position: int = 0, task: Task = TASKS[0], sessions: int = 3
+) -> Group:
     return step_group(Version("1a2b3c4d", step, attempt), position, task, sessions)
 
 
-def ended(group: Group, *indices: int, status="completed", reward=1.0, weights=None) -> list[Session]:
+def ended(
+    group: Group, *indices: int, status="completed", reward=1.0, weights=None
+) -> list[Session]:
     return [
         Session(
             session_id=group.session_ids[i],
             group_id=group.group_id,
             status=status,
             reward=reward,
-            policy_version=f"{group.group_id.partition('-')[2].rpartition('.')[0]}.0" if weights is None else weights,
+            policy_version=f"{group.group_id.partition('-')[2].rpartition('.')[0]}.0"
+            if weights is None
+            else weights,
         )
         for i in indices
     ]
@@ -91,7 +98,9 @@ def test_sessions_that_other_weights_sampled_are_not_found(weights):
     assert FinishedSessions(ended(group_of(0), 0, weights=weights)).of(group_of(1), STEP, 0) == {}
 
 
-@pytest.mark.parametrize(("staleness", "found"), [(0, ["4"]), (1, ["3", "4"]), (9, ["2", "3", "4"])])
+@pytest.mark.parametrize(
+    ("staleness", "found"), [(0, ["4"]), (1, ["3", "4"]), (9, ["2", "3", "4"])]
+)
 def test_sessions_of_older_weights_are_found_up_to_the_staleness(staleness, found):
     sessions = [ended(group_of(0), n, weights=f"1a2b3c4d.{n + 2}.0")[0] for n in range(3)]
     finished = FinishedSessions(sessions).of(group_of(1), STEP, staleness)
@@ -104,25 +113,42 @@ def test_sessions_beyond_the_size_of_the_group_are_not_found():
 
 
 def test_the_first_attempt_at_a_session_counts_whatever_the_order_of_the_rows():
-    first, second, third = (ended(group_of(attempt), 0, reward=attempt)[0] for attempt in (2, 9, 10))
+    first, second, third = (
+        ended(group_of(attempt), 0, reward=attempt)[0] for attempt in (2, 9, 10)
+    )
     for sessions in ([first, second, third], [third, second, first]):
         (found,) = FinishedSessions(sessions).of(group_of(11, sessions=1), STEP).values()
         assert found is first
 
 
 def test_a_fault_is_run_again_and_the_session_in_its_place_counts():
-    sessions = ended(group_of(0), 0) + ended(group_of(0), 1, 2, status="infrastructure", reward=None)
+    sessions = ended(group_of(0), 0) + ended(
+        group_of(0), 1, 2, status="infrastructure", reward=None
+    )
     assert list(FinishedSessions(sessions).of(group_of(1), STEP).values()) == sessions[:1]
     again = ended(group_of(1), 1)
-    assert list(FinishedSessions(sessions + again).of(group_of(2), STEP).values()) == [sessions[0], *again]
+    assert list(FinishedSessions(sessions + again).of(group_of(2), STEP).values()) == [
+        sessions[0],
+        *again,
+    ]
 
 
 @pytest.mark.parametrize(
     ("rewards", "signal"),
-    [([0.0, 1.0], True), ([1.0, 1.0], False), ([1.0], False), ([None, 1.0], False), ([None], False), ([], False)],
+    [
+        ([0.0, 1.0], True),
+        ([1.0, 1.0], False),
+        ([1.0], False),
+        ([None, 1.0], False),
+        ([None], False),
+        ([], False),
+    ],
 )
 def test_a_group_has_a_signal_when_its_rewards_differ(rewards, signal):
-    sessions = [Session(session_id=str(i), status="completed", reward=reward) for i, reward in enumerate(rewards)]
+    sessions = [
+        Session(session_id=str(i), status="completed", reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
     assert has_signal(sessions, RewardRules()) is signal
 
 
@@ -136,7 +162,9 @@ def test_a_group_has_the_signal_of_the_rewards_that_the_recipe_gives():
     assert not has_signal(sessions, RewardRules(Outcomes(timeout=1), "exclude"))
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 4, "sess', b'{"step": 4, "sessions": ["\xc3', b"\x00\x00"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 4, "sess', b'{"step": 4, "sessions": ["\xc3', b"\x00\x00"]
+)
 def test_a_torn_line_is_as_if_it_had_not_been_written(tmp_path, torn):
     third = TrainedBatch(step=3, sessions=[("b", 0), ("a", 2)], stale=["c"])
     TrainedBatches(tmp_path).add(third)
@@ -151,7 +179,16 @@ def test_a_torn_line_is_as_if_it_had_not_been_written(tmp_path, torn):
 
 
 @pytest.mark.parametrize(
-    "line", ["", "[]", "{}", '{"step": 1, "sessions": ["a-0"]}', '{"step": 1}', '{"step": "x", "sessions": []}', "{"]
+    "line",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"step": 1, "sessions": ["a-0"]}',
+        '{"step": 1}',
+        '{"step": "x", "sessions": []}',
+        "{",
+    ],
 )
 def test_a_damaged_line_is_named(tmp_path, line):
     TrainedBatches(tmp_path).add(TrainedBatch(step=3, sessions=[("a", 0)]))

@@ -47,7 +47,9 @@ class Training:
         """Write the recipe."""
         (self.folder / "recipe.toml").write_text(text)
 
-    def in_two(self, out: str = "run", *, fault: str = "none", more: tuple[str, ...] = ENGINES) -> str:
+    def in_two(
+        self, out: str = "run", *, fault: str = "none", more: tuple[str, ...] = ENGINES
+    ) -> str:
         """Train in two processes of `torchrun`, with a fault of `started`. All processes must end.
 
         Returns the exit status in the first line, and then what was printed.
@@ -58,11 +60,21 @@ class Training:
     def on_two_nodes(
         self, *, fault: str = "none", more: tuple[str, ...] = ENGINES, second: Path | None = None
     ) -> list[str]:
-        """Train as `in_two`, in a process of each of two launchers. `second` is the second one's folder, if another."""
-        where = ("--nproc-per-node", "1", "--nnodes", "2", "--master-port", str(free_port()), "--node-rank")
+        """Train as `in_two`, in a process of each of two launchers. `second` is the second one's
+        folder, if another."""
+        where = (
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "2",
+            "--master-port",
+            str(free_port()),
+            "--node-rank",
+        )
         folders = (self.folder, second or self.folder)
         return self._launched(
-            fault, {(*where, str(node)): self._arguments("run", more, folders[node]) for node in range(2)}
+            fault,
+            {(*where, str(node)): self._arguments("run", more, folders[node]) for node in range(2)},
         )
 
     def _launched(self, fault: str, arguments: dict[tuple[str, ...], list[str]]) -> list[str]:
@@ -81,9 +93,13 @@ class Training:
         ]
         printed = [process.communicate()[1] for process in started]
         assert running(mark) == []
-        return [f"{process.returncode}\n{text}" for process, text in zip(started, printed, strict=True)]
+        return [
+            f"{process.returncode}\n{text}" for process, text in zip(started, printed, strict=True)
+        ]
 
-    def here(self, monkeypatch: pytest.MonkeyPatch, out: str = "run", *, more: tuple[str, ...] = ENGINES) -> Result:
+    def here(
+        self, monkeypatch: pytest.MonkeyPatch, out: str = "run", *, more: tuple[str, ...] = ENGINES
+    ) -> Result:
         stand_in(self.folder, partial(monkeypatch.setattr, raising=False))
         return CliRunner().invoke(main.rolltap, self._arguments(out, more))
 
@@ -114,12 +130,17 @@ def running(mark: str) -> list[str]:
 
 
 def apart(one, two, base) -> float:
-    """Return the distance of two trainings' weights, relative to how far they have come from `base`.
+    """Return the distance of two trainings' weights, relative to how far they have come from
+    `base`.
 
-    Adam makes a step of any size out of a gradient that is rounding: the largest difference of a weight says little.
+    Adam makes a step of any size out of a gradient that is rounding: the largest difference of a
+    weight says little.
     """
 
     def distance(first, second) -> float:
-        return sum(float((first[name] - second[name]).double().square().sum()) for name in first) ** 0.5
+        return (
+            sum(float((first[name] - second[name]).double().square().sum()) for name in first)
+            ** 0.5
+        )
 
     return distance(one, two) / distance(one, base)

@@ -34,20 +34,29 @@ def serving(run: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def viewed_run(tmp_path_factory, tokenizer, tokenizer_folder) -> Path:
     """A run that tests do not change."""
-    return write_viewed_run(tmp_path_factory.mktemp("viewed") / "run", tokenizer, str(tokenizer_folder))
+    return write_viewed_run(
+        tmp_path_factory.mktemp("viewed") / "run", tokenizer, str(tokenizer_folder)
+    )
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """A Chromium. It ends with the module: Playwright's event loop would be in the way of tests with their own."""
+    """A Chromium. It ends with the module: Playwright's event loop would be in the way of tests
+    with their own."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("chromium is not installed; recipes/environments.sh installs it")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    quiet = ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    quiet = [
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ]
     with playwright.sync_playwright() as started:
         chromium = started.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-sync", *quiet]
+            executable_path=program,
+            args=["--no-sandbox", "--disable-gpu", "--disable-sync", *quiet],
         )
         yield chromium
         chromium.close()
@@ -55,14 +64,16 @@ def browser():
 
 @pytest.fixture
 def serve():
-    """Return a function that serves a run and returns the link that opens it, until after the test."""
+    """Return a function that serves a run and returns the link that opens it, until after the
+    test."""
     with ExitStack() as stack:
         yield lambda run: stack.enter_context(serving(run))
 
 
 @pytest.fixture
 def open_page(browser, serve):
-    """Return a function that opens a link in a page. A message of an error or a request elsewhere fails the test."""
+    """Return a function that opens a link in a page. A message of an error or a request elsewhere
+    fails the test."""
     opened, faults = [], []
 
     def open_link(url: str, **options):
@@ -71,10 +82,16 @@ def open_page(browser, serve):
         page = context.new_page()
         page.set_default_timeout(60_000)
         host = url.split("?")[0]
-        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: faults.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on(
-            "request", lambda request: None if request.url.startswith((host, "data:")) else faults.append(request.url)
+            "request",
+            lambda request: (
+                None if request.url.startswith((host, "data:")) else faults.append(request.url)
+            ),
         )
         page.goto(url)
         page.wait_for_selector("h1")

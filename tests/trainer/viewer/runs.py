@@ -1,7 +1,7 @@
 """Runs to view, and a reader that has read one.
 
-`write_viewed_run` has everything that the page shows: roles, retries, faults, rendered prompts, versions, a training.
-`write` has what the tests of the server count on.
+`write_viewed_run` has everything that the page shows: roles, retries, faults, rendered prompts,
+versions, a training. `write` has what the tests of the server count on.
 """
 
 import json
@@ -21,7 +21,10 @@ from tests.factories import START, add_rows, make_call, make_session, says, writ
 
 RUN = "0a1b2c3d"
 OLD, NEW = f"{RUN}.1.0", f"{RUN}.2.0"
-ATTACK = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1> \x1b[31mred\x1b[0m \u202egnp.exe\u202c ]"
+ATTACK = (
+    "<script>window.hacked=1</script><img src=x onerror=window.hacked=1> \x1b[31mred\x1b[0m"
+    " \u202egnp.exe\u202c ]"
+)
 """Markup, escape sequences and a right-to-left override."""
 STRANGE_ID = "../x?y=1&<b>#"
 IN_TRAINING = ("s-good", "s-flat1")
@@ -49,9 +52,12 @@ class Conversation:
         seconds: float = 2.0,
         **fields,
     ) -> Call:
-        """Add a call of new messages `asked`, answered by a text and commands of the tool `bash`."""
+        """Add a call of new messages `asked`, answered by a text and commands of the tool
+        `bash`."""
         name = f"{self.session_id[:6]}-{len(self.calls)}"
-        prompt = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in asked)
+        prompt = "".join(
+            f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in asked
+        )
         tools = [
             {
                 "id": f"{name}-{i}",
@@ -60,9 +66,16 @@ class Conversation:
             }
             for i, c in enumerate(commands)
         ]
-        written = reply + "".join(f"<tool_call>{json.dumps(tool['function'])}</tool_call>" for tool in tools)
+        written = reply + "".join(
+            f"<tool_call>{json.dumps(tool['function'])}</tool_call>" for tool in tools
+        )
         ids = self._encode(f"<think>\nLook first.\n</think>\n{written}<|im_end|>")
-        message = {"role": "assistant", "content": reply, "reasoning_content": "Look first.", "tool_calls": tools}
+        message = {
+            "role": "assistant",
+            "content": reply,
+            "reasoning_content": "Look first.",
+            "tool_calls": tools,
+        }
         started = later(self.time)
         half = len(ids) // 2
         versions = [
@@ -83,7 +96,11 @@ class Conversation:
             "model": "gpt-5",
             "engine": "http://127.0.0.1:8000",
             "sampling": json.dumps({"temperature": 1.0, "max_tokens": 2048, "asked": {"top_k": 5}}),
-            "tools": json.dumps([{"type": "function", "function": {"name": "bash"}}]) if not self.calls else None,
+            "tools": (
+                json.dumps([{"type": "function", "function": {"name": "bash"}}])
+                if not self.calls
+                else None
+            ),
             "cached_tokens": 64 if after else 0,
             "started_at": started,
             "first_token_at": started + timedelta(seconds=seconds / 4),
@@ -98,7 +115,9 @@ class Conversation:
     def end(self, status: str = "completed", **fields):
         """Return the row of the session."""
         times = {"started_at": self.calls[0].started_at, "finished_at": later(self.time)}
-        return make_session(self.session_id, status, policy_version=self.version, **{**times, **fields})
+        return make_session(
+            self.session_id, status, policy_version=self.version, **{**times, **fields}
+        )
 
 
 def user(text: str) -> dict:
@@ -110,16 +129,35 @@ def tool(text: str) -> dict:
 
 
 def long_session(tokenizer) -> list:
-    """Return the rows of a session with all roles, a rendered prompt, a retry, a fault and a superseded answer."""
+    """Return the rows of a session with all roles, a rendered prompt, a retry, a fault and a
+    superseded answer."""
     talk = Conversation(tokenizer, "s-long")
-    system = {"role": "system", "content": "You are a careful programmer.\n\n" + "Read the files first. " * 40}
-    first = talk.say([system, user("Fix the parser of dates: naïve 日本 🎉 input fails.")], "I look at it.", "ls -la")
-    second = talk.say([tool("parser.py\ntests\n\x1b[32mok\x1b[0m")], "Read it.", "cat parser.py", after=first)
+    system = {
+        "role": "system",
+        "content": "You are a careful programmer.\n\n" + "Read the files first. " * 40,
+    }
+    first = talk.say(
+        [system, user("Fix the parser of dates: naïve 日本 🎉 input fails.")],
+        "I look at it.",
+        "ls -la",
+    )
+    second = talk.say(
+        [tool("parser.py\ntests\n\x1b[32mok\x1b[0m")], "Read it.", "cat parser.py", after=first
+    )
     helper = talk.say(
-        [user("Find the failing test.")], "I search.", "pytest -q", role="subagent", role_evidence="header x-agent"
+        [user("Find the failing test.")],
+        "I search.",
+        "pytest -q",
+        role="subagent",
+        role_evidence="header x-agent",
     )
     talk.say([tool("1 failed: test_dates")], "It is test_dates.", after=helper, role="subagent")
-    talk.say([user("Write a title.")], "Dates of the parser", role="auxiliary", role_evidence="no tools, max_tokens 32")
+    talk.say(
+        [user("Write a title.")],
+        "Dates of the parser",
+        role="auxiliary",
+        role_evidence="no tools, max_tokens 32",
+    )
     third = talk.say(
         [tool("def parse(text):\n\treturn text.split('-')\n" * 8)],
         "Now a change.",
@@ -129,7 +167,10 @@ def long_session(tokenizer) -> list:
     talk.say([tool("done")], "Once more.", after=third)
     fourth = talk.say([tool("done")], "Test it.", "pytest -q", after=third)
     talk.say(
-        [user("Summarise the conversation.")], "The parser was changed.", role="compaction", role_evidence="its prompt"
+        [user("Summarise the conversation.")],
+        "The parser was changed.",
+        role="compaction",
+        role_evidence="its prompt",
     )
     summary = [
         system,
@@ -147,9 +188,19 @@ def long_session(tokenizer) -> list:
             at=call.started_at + timedelta(seconds=1),
             detail=detail,
         )
-        for kind, call, detail in (("joined", second, ""), ("fault", fourth, "engine: connection lost"))
+        for kind, call, detail in (
+            ("joined", second, ""),
+            ("fault", fourth, "engine: connection lost"),
+        )
     ]
-    refused = Event(session_id="s-long", kind="refused", host="pypi.org", method="GET", path="/simple", at=later(60))
+    refused = Event(
+        session_id="s-long",
+        kind="refused",
+        host="pypi.org",
+        method="GET",
+        path="/simple",
+        at=later(60),
+    )
     tests = {"test_dates": "failed", "test_empty": "passed"}
     evidence = {"tests": tests, "exit_status": 1, "attempts": [{"seconds": 3, "status": 1}]}
     row = talk.end(
@@ -161,7 +212,9 @@ def long_session(tokenizer) -> list:
     return [*talk.calls, *events, refused, row]
 
 
-def short_session(tokenizer, session_id: str, reply: str, start: float, status: str = "completed", **fields) -> list:
+def short_session(
+    tokenizer, session_id: str, reply: str, start: float, status: str = "completed", **fields
+) -> list:
     """Return the rows of a session with two calls."""
     talk = Conversation(tokenizer, session_id, start, fields.pop("version", OLD))
     first = talk.say([user("Fix the parser of dates.")], "I look at it.", "ls")
@@ -172,8 +225,18 @@ def short_session(tokenizer, session_id: str, reply: str, start: float, status: 
 def attacked_session(tokenizer) -> list:
     """Return the rows of a session whose every text is an attack on the page."""
     talk = Conversation(tokenizer, STRANGE_ID, 50)
-    first = talk.say([user(ATTACK)], ATTACK, ATTACK, role_evidence=ATTACK, model=ATTACK, host=ATTACK, engine=ATTACK)
-    talk.say([user(ATTACK)], ATTACK, kind="rendered", kind_reason=ATTACK, error=ATTACK, violation=ATTACK)
+    first = talk.say(
+        [user(ATTACK)],
+        ATTACK,
+        ATTACK,
+        role_evidence=ATTACK,
+        model=ATTACK,
+        host=ATTACK,
+        engine=ATTACK,
+    )
+    talk.say(
+        [user(ATTACK)], ATTACK, kind="rendered", kind_reason=ATTACK, error=ATTACK, violation=ATTACK
+    )
     event = Event(
         session_id=STRANGE_ID,
         kind="fault",
@@ -193,20 +256,40 @@ def attacked_session(tokenizer) -> list:
 def write_viewed_run(folder: Path, tokenizer, model: str) -> Path:
     """Write the run, its logs and its metrics to a folder, and return it."""
     dates = {"task_id": "fix-dates", "group_id": "g-dates", "harness": "codex"}
-    flat = {"task_id": "count", "group_id": "g-flat", "harness": "gemini-cli", "reward": 1.0, "version": NEW}
+    flat = {
+        "task_id": "count",
+        "group_id": "g-flat",
+        "harness": "gemini-cli",
+        "reward": 1.0,
+        "version": NEW,
+    }
     rows = [
         *long_session(tokenizer),
-        *short_session(tokenizer, "s-good", "I split at the dash, and the tests pass.", 3, reward=1.0, **dates),
         *short_session(
-            tokenizer, "s-late", "I split at the dot.", 4, "timeout", reward=0.0, error="time limit", **dates
+            tokenizer, "s-good", "I split at the dash, and the tests pass.", 3, reward=1.0, **dates
         ),
-        *short_session(tokenizer, "s-lost", "I stop.", 5, "infrastructure", error="the engine is gone", **dates),
+        *short_session(
+            tokenizer,
+            "s-late",
+            "I split at the dot.",
+            4,
+            "timeout",
+            reward=0.0,
+            error="time limit",
+            **dates,
+        ),
+        *short_session(
+            tokenizer, "s-lost", "I stop.", 5, "infrastructure", error="the engine is gone", **dates
+        ),
         *short_session(tokenizer, "s-flat1", "Done.", 20, **flat),
         *short_session(tokenizer, "s-flat2", "Done too.", 21, **flat),
         *attacked_session(tokenizer),
     ]
     write_run(folder, *rows, model=model)
-    calls = {name: [row for row in rows if isinstance(row, Call) and row.session_id == name] for name in IN_TRAINING}
+    calls = {
+        name: [row for row in rows if isinstance(row, Call) and row.session_id == name]
+        for name in IN_TRAINING
+    }
     batch = [
         trained(calls["s-good"], 3, 1.4),
         trained(calls["s-flat1"], 2, 0.0, "no_signal"),
@@ -220,7 +303,8 @@ def write_viewed_run(folder: Path, tokenizer, model: str) -> Path:
         "test_dates: AssertionError: '2026.01.01' != '2026-01-01'\n\x1b[31m1 failed\x1b[0m\n"
     )
     (logs / "s-long.diff").write_text(
-        "--- a/parser.py\n+++ b/parser.py\n@@ -1 +1 @@\n-return text.split('-')\n+return text.split('.')\n"
+        "--- a/parser.py\n+++ b/parser.py\n@@ -1 +1 @@\n-return text.split('-')\n+return"
+        " text.split('.')\n"
     )
     (logs / "s-long.log").write_text("All tests pass.\n")
     metrics = [
@@ -238,9 +322,13 @@ def write_viewed_run(folder: Path, tokenizer, model: str) -> Path:
 
 
 def trained(calls: Sequence[Call], step: int, advantage: float, reason: str | None = None) -> dict:
-    """Return a row of what an optimizer step trained of calls: all their tokens but the last of each, or none."""
+    """Return a row of what an optimizer step trained of calls: all their tokens but the last of
+    each, or none."""
     ends = [len(call.completion_ids) for call in calls]
-    spans = [{"call_id": call.call_id, "start": 0, "end": end - 1} for call, end in zip(calls, ends, strict=True)]
+    spans = [
+        {"call_id": call.call_id, "start": 0, "end": end - 1}
+        for call, end in zip(calls, ends, strict=True)
+    ]
     left_out = [
         {
             "call_id": span["call_id"],
@@ -272,7 +360,15 @@ def grow(folder: Path, tokenizer, session_id: str) -> None:
     """Add a session to the run."""
     add_rows(
         folder,
-        *short_session(tokenizer, session_id, "Grown.", 90, task_id="grown", group_id="g-grown", harness="codex"),
+        *short_session(
+            tokenizer,
+            session_id,
+            "Grown.",
+            90,
+            task_id="grown",
+            group_id="g-grown",
+            harness="codex",
+        ),
     )
 
 
@@ -292,7 +388,8 @@ def many_sessions(folder: Path, number: int) -> Path:
 
 
 def write(folder, tokenizer, model):
-    """Write a run of two sessions of a group and one without a row. Return its folder and the calls of session "s"."""
+    """Write a run of two sessions of a group and one without a row. Return its folder and the calls
+    of session "s"."""
 
     def ids(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -314,7 +411,9 @@ def write(folder, tokenizer, model):
         reply=says("There are 3."),
     )
     title = make_call(2, ids("Title?"), ids("Lines"), role="auxiliary", reply=says("Lines"))
-    rendered = make_call(3, ids("You are an agent. cafe"), ids("No."), kind="rendered", reply=says("No."))
+    rendered = make_call(
+        3, ids("You are an agent. cafe"), ids("No."), kind="rendered", reply=says("No.")
+    )
     write_run(
         folder,
         first,

@@ -1,8 +1,10 @@
-"""The pictures of the page in `trainer/viewer/screenshots`, of a small run that is written for them.
+"""The pictures of the page in `trainer/viewer/screenshots`, of a small run that is written for
+them.
 
     python -m tests.trainer.viewer.screenshots
 
-They need Chromium and the fonts DejaVu, which have every character of them: `apt-get install chromium fonts-dejavu`.
+They need Chromium and the fonts DejaVu, which have every character of them: `apt-get install
+chromium fonts-dejavu`.
 """
 
 import shutil
@@ -27,10 +29,15 @@ READY = {"session": ".callblock", "call": ".tokens span", "compare": "text=then 
 """The last part of each view that is drawn."""
 SYSTEM = {
     "role": "system",
-    "content": "You are a programmer who works in a shell. Read the files before you change them. Run the tests after "
-    "each change. Say in one sentence what you did when the tests pass.",
+    "content": (
+        "You are a programmer who works in a shell. Read the files before you change them. Run the"
+        " tests after each change. Say in one sentence what you did when the tests pass."
+    ),
 }
-ASKED = user("The parser in dates.py refuses 2026.01.31. Accept dots beside dashes, and keep the tests green.")
+ASKED = user(
+    "The parser in dates.py refuses 2026.01.31. Accept dots beside dashes, and keep the tests"
+    " green."
+)
 SOURCE = """from datetime import date
 
 
@@ -47,19 +54,33 @@ def write_session(tokenizer, session_id: str, start: float, *, is_right: bool) -
     first = talk.say([SYSTEM, ASKED], "I read the parser first.", "cat dates.py", seconds=3)
     second = talk.say([tool(SOURCE)], "Now the tests.", "pytest -q", after=first, seconds=2)
     helper = talk.say(
-        [user("Find every caller of dates.parse.")], "I search.", "grep -rn parse .", role="subagent", seconds=2
+        [user("Find every caller of dates.parse.")],
+        "I search.",
+        "grep -rn parse .",
+        role="subagent",
+        seconds=2,
     )
-    talk.say([tool("report.py:12: parse(row[0])")], "One: report.py.", after=helper, role="subagent", seconds=2)
+    talk.say(
+        [tool("report.py:12: parse(row[0])")],
+        "One: report.py.",
+        after=helper,
+        role="subagent",
+        seconds=2,
+    )
     if is_right:
         command = 'sed -i \'s/text.split("-")/re.split("[-.]", text)/; 1i import re\' dates.py'
         third = talk.say([tool(FAILED)], "I split at both.", command, after=second, seconds=4)
         fourth = talk.say([tool("")], "I run the tests again.", "pytest -q", after=third)
-        talk.say([tool("5 passed in 0.02s")], "Dots are accepted, and all tests pass.", after=fourth)
+        talk.say(
+            [tool("5 passed in 0.02s")], "Dots are accepted, and all tests pass.", after=fourth
+        )
     else:
         command = 'sed -i \'s/split("-")/split(".")/\' dates.py'
         third = talk.say([tool(FAILED)], "I split at the dot.", command, after=second, seconds=4)
         talk.say([tool("")], "The parser accepts dots now.", after=third)
-    refused = Event(session_id=session_id, kind="refused", host="pypi.org", path="/simple", at=later(start + 8))
+    refused = Event(
+        session_id=session_id, kind="refused", host="pypi.org", path="/simple", at=later(start + 8)
+    )
     passed = "passed" if is_right else "failed"
     row = talk.end(
         task_id="parser",
@@ -85,7 +106,9 @@ def take_pictures(folder: Path) -> None:
         rows = write_session(tokenizer, "parser.0-0", 0, is_right=True)
         rows += write_session(tokenizer, "parser.0-1", 3, is_right=False)
         run = write_run(Path(temporary, "first"), *rows, model=str(model))
-        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = started.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
         with serving(run) as url:
             page.goto(url)

@@ -54,12 +54,21 @@ def test_the_run_is_the_summary_that_inspect_prints_and_its_groups(reader, writt
 def test_sessions_have_their_rows_and_counts_in_the_order_of_their_starts(reader):
     first, second, last = sent(reader, "api/sessions")["sessions"]
     assert [each["session_id"] for each in (first, second, last)] == ["other", "s", "a/b c"]
-    assert second.items() >= {"reward": 1.0, "status": "completed", "read": True, "calls": 4}.items()
+    assert (
+        second.items() >= {"reward": 1.0, "status": "completed", "read": True, "calls": 4}.items()
+    )
     assert second["kinds"] == {"root": 2, "bridged": 1, "rendered": 1}
     assert (second["faults"], second["retries"]) == (1, 1)
     assert second["sampled"] == second["trained"] + sum(second["left_out"].values())
     assert (
-        last.items() >= {"status": "unknown", "reward": None, "group_id": "a/b c", "sampled": 2, "trained": 0}.items()
+        last.items()
+        >= {
+            "status": "unknown",
+            "reward": None,
+            "group_id": "a/b c",
+            "sampled": 2,
+            "trained": 0,
+        }.items()
     )
 
 
@@ -70,11 +79,24 @@ def test_a_session_has_its_conversations_its_events_and_its_group(reader):
         ("side questions", ["2"]),
     ]
     first, second, *_ = found["calls"]
-    assert (first["messages"], first["tools"]) == ([{"role": "user", "content": "Count the lines"}], ["bash"])
-    assert (second["parent_id"], second["reply"]["content"], second["tools"]) == ("0", "There are 3.", None)
+    assert (first["messages"], first["tools"]) == (
+        [{"role": "user", "content": "Count the lines"}],
+        ["bash"],
+    )
+    assert (second["parent_id"], second["reply"]["content"], second["tools"]) == (
+        "0",
+        "There are 3.",
+        None,
+    )
     assert first["weight_versions"] == ["1"]
-    assert [(event["kind"], event["call_id"]) for event in found["events"]] == [("fault", "1"), ("replayed", "1")]
-    assert [(each["session_id"], each["reward"]) for each in found["group"]] == [("other", 0.0), ("s", 1.0)]
+    assert [(event["kind"], event["call_id"]) for event in found["events"]] == [
+        ("fault", "1"),
+        ("replayed", "1"),
+    ]
+    assert [(each["session_id"], each["reward"]) for each in found["group"]] == [
+        ("other", 0.0),
+        ("s", 1.0),
+    ]
     assert (found["judge"], found["patch"], found["log"]) == (None, None, None)
 
 
@@ -97,7 +119,9 @@ def test_a_session_has_the_output_of_its_last_judge(reader):
 
 def test_an_id_with_a_slash_is_one_name(reader):
     assert sent(reader, f"api/sessions/{quote('a/b c', safe='')}")["session"] is None
-    assert sent(reader, f"api/sessions/{quote('a/b c', safe='')}/calls/5")["call"]["completion_ids"] == [3, 4]
+    assert sent(reader, f"api/sessions/{quote('a/b c', safe='')}/calls/5")["call"][
+        "completion_ids"
+    ] == [3, 4]
 
 
 def test_a_call_has_its_tokens_their_text_and_who_sampled_them(reader, written):
@@ -108,17 +132,22 @@ def test_a_call_has_its_tokens_their_text_and_who_sampled_them(reader, written):
     prompt, start = len(first.prompt_ids) + len(first.completion_ids), len(first.prompt_ids)
     assert found["sampled"] == [{"call_id": "0", "start": start, "end": prompt}]
     assert (
-        "".join(piece[0] for piece in found["prompt_pieces"]) == "You are an agent. café 🙂I look.<|im_end|>three files"
+        "".join(piece[0] for piece in found["prompt_pieces"])
+        == "You are an agent. café 🙂I look.<|im_end|>three files"
     )
     assert sum(piece[1] for piece in found["prompt_pieces"]) == len(second.prompt_ids)
     assert found["completion_pieces"][-1] == ["<|im_end|>", 1, "special"]
     assert (found["previous"], found["next"], found["parent_id"]) == ("0", "2", "0")
     assert found["excluded"] == []
     side = sent(reader, "api/sessions/s/calls/2")
-    assert side["excluded"] == [{"start": 0, "end": len(side["call"]["completion_ids"]), "reason": "auxiliary"}]
+    assert side["excluded"] == [
+        {"start": 0, "end": len(side["call"]["completion_ids"]), "reason": "auxiliary"}
+    ]
 
 
-def test_pieces_end_where_sampled_tokens_begin_though_a_character_does_not(tmp_path, tokenizer, tokenizer_folder):
+def test_pieces_end_where_sampled_tokens_begin_though_a_character_does_not(
+    tmp_path, tokenizer, tokenizer_folder
+):
     face = tokenizer("🙂", add_special_tokens=False)["input_ids"]
     first = make_call(0, face[:1], face[1:])
     second = make_call(1, [1], [2], after=first)
@@ -172,7 +201,9 @@ def test_texts_that_attack_a_page_stay_data(tmp_path):
 
 
 def test_the_session_of_another_machine_cannot_name_a_file_outside_of_the_logs(tmp_path):
-    folder = write_run(tmp_path / "run", *(make_call(0, session_id=name) for name in ("../secret", "link", "s")))
+    folder = write_run(
+        tmp_path / "run", *(make_call(0, session_id=name) for name in ("../secret", "link", "s"))
+    )
     (folder / "logs").mkdir()
     (tmp_path / "run" / "secret.log").write_text("private")
     (folder / "logs" / "link.log").symlink_to(tmp_path / "run" / "secret.log")
@@ -208,7 +239,9 @@ def test_a_run_that_grows_is_followed_also_while_it_is_compacted(tmp_path):
         assert sent(reader, "api/sessions/s")["session"]["reward"] == 0.5
         read_all(reader)
         assert reader.changes(before) == ["s"]
-        (row,) = (row for row in sent(reader, "api/sessions")["sessions"] if row["session_id"] == "s")
+        (row,) = (
+            row for row in sent(reader, "api/sessions")["sessions"] if row["session_id"] == "s"
+        )
         assert (row["calls"], row["reward"]) == (2, 0.5)
         before = reader.version
         writer.close()
@@ -236,7 +269,13 @@ def test_an_empty_run_is_shown_and_a_folder_that_is_no_run_says_so(tmp_path):
 
 
 def test_of_a_damaged_run_the_rest_is_shown_and_the_damage_named(tmp_path):
-    folder = write_run(tmp_path / "run", make_call(0), make_call(0, session_id="a"), make_session(), make_session("a"))
+    folder = write_run(
+        tmp_path / "run",
+        make_call(0),
+        make_call(0, session_id="a"),
+        make_session(),
+        make_session("a"),
+    )
     (calls,) = run_files(folder, "calls")
     data = bytearray(calls.read_bytes())
     data[-3000:-2900] = os.urandom(100)
@@ -251,7 +290,9 @@ def test_of_a_damaged_run_the_rest_is_shown_and_the_damage_named(tmp_path):
 
 def test_a_session_whose_rows_no_recorder_wrote_is_named_and_the_others_are_read(tmp_path):
     strange = make_call(0, session_id="strange", reply='{"tool_calls": [7]}', messages="{")
-    with reading(write_run(tmp_path / "run", strange, make_session("strange"), make_call(0), make_session())) as reader:
+    with reading(
+        write_run(tmp_path / "run", strange, make_session("strange"), make_call(0), make_session())
+    ) as reader:
         found = sent(reader, "api/run")
         assert found["read"] == {"sessions": 2, "of": 2}
         assert next(row["calls"] for row in sent(reader, "api/sessions")["sessions"]) == 1
@@ -262,7 +303,10 @@ def test_metrics_of_a_training_are_shown_and_damaged_ones_are_a_fault(tmp_path):
     with reading(folder) as reader:
         (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2}\n{"ste')
         found = sent(reader, "api/run")
-        assert found["training"] == {"metrics": [{"step": 1, "loss": 0.5}, {"step": 2}], "steps": []}
+        assert found["training"] == {
+            "metrics": [{"step": 1, "loss": 0.5}, {"step": 2}],
+            "steps": [],
+        }
         (folder / "metrics.jsonl").write_text("nonsense\n")
         found = sent(reader, "api/run")
         assert found["training"] is None
@@ -291,7 +335,13 @@ def test_what_a_step_trained_is_shown_of_the_run_the_session_and_the_call(tmp_pa
     with RunWriter(folder) as writer:
         writer.add_batch("trained", trained_batch([row]))
     with reading(folder) as reader:
-        counts = {"step": 1, "sessions": 1, "sampled": 5, "trained": 4, "left_out": {"over_length": 1}}
+        counts = {
+            "step": 1,
+            "sessions": 1,
+            "sampled": 5,
+            "trained": 4,
+            "left_out": {"over_length": 1},
+        }
         assert sent(reader, "api/run")["training"]["steps"] == [counts]
         assert sent(reader, "api/sessions")["sessions"][0]["advantage"] == 0.5
         found = sent(reader, "api/sessions/s")
@@ -301,7 +351,12 @@ def test_what_a_step_trained_is_shown_of_the_run_the_session_and_the_call(tmp_pa
         assert found["group"][0]["advantage"] == 0.5
         call = sent(reader, "api/sessions/s/calls/1")
         (part,) = call["trained"]
-        assert (part["start"], part["end"], part["differences"], part["weights"]) == (0, 1, [-0.001], [0.25])
+        assert (part["start"], part["end"], part["differences"], part["weights"]) == (
+            0,
+            1,
+            [-0.001],
+            [0.25],
+        )
         assert call["excluded"] == [{"start": 1, "end": 2, "reason": "over_length"}]
 
 

@@ -13,7 +13,9 @@ TOKEN = "a-token-of-the-tests"
 
 @pytest.fixture
 def reader(tmp_path):
-    reader = RunReader(write_run(tmp_path / "run", make_call(0), make_session(), make_call(1, session_id="a/b")))
+    reader = RunReader(
+        write_run(tmp_path / "run", make_call(0), make_session(), make_call(1, session_id="a/b"))
+    )
     yield reader
     reader.close()
 
@@ -21,7 +23,9 @@ def reader(tmp_path):
 @pytest.fixture
 async def client(reader):
     app = make_app(reader, TOKEN, ["view.example"])
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8900") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8900"
+    ) as client:
         yield client
 
 
@@ -37,22 +41,32 @@ async def test_the_link_sets_a_cookie_that_opens_everything(client):
     assert (await client.get("/api/run")).json()["run"]["name"] == "run"
 
 
-@pytest.mark.parametrize("path", ["/", "/page/app.js", "/api/run", "/api/follow", "/nothing", "/?token=wrong"])
+@pytest.mark.parametrize(
+    "path", ["/", "/page/app.js", "/api/run", "/api/follow", "/nothing", "/?token=wrong"]
+)
 async def test_nothing_is_answered_without_the_token(client, path):
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}, {"cookie": "rolltap_8900=x; =;"}):
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": TOKEN},
+        {"cookie": "rolltap_8900=x; =;"},
+    ):
         answer = await client.get(path, headers=headers)
         assert answer.status_code == 401
         assert "open the link" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8900", "127.0.0.1.evil.example", "", "[::1", "localhost@x.y"]
+    "host",
+    ["evil.example", "evil.example:8900", "127.0.0.1.evil.example", "", "[::1", "localhost@x.y"],
 )
 async def test_another_host_name_is_refused_whoever_has_the_token(client, host):
     assert (await client.get("/api/run", headers={**BEARER, "host": host})).status_code == 403
 
 
-@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:80", "View.example", "10.1.2.3:5"])
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "127.0.0.1", "[::1]:80", "View.example", "10.1.2.3:5"]
+)
 async def test_addresses_and_names_of_the_machine_are_accepted(client, host):
     assert (await client.get("/api/run", headers={**BEARER, "host": host})).status_code == 200
 
@@ -61,7 +75,10 @@ async def test_every_response_has_the_headers_that_protect_the_page(client):
     for path, headers in (("/", BEARER), ("/api/run", BEARER), ("/page/none", BEARER), ("/", {})):
         found = (await client.get(path, headers=headers)).headers
         assert found["content-security-policy"] == POLICY
-        assert (found["x-content-type-options"], found["referrer-policy"]) == ("nosniff", "no-referrer")
+        assert (found["x-content-type-options"], found["referrer-policy"]) == (
+            "nosniff",
+            "no-referrer",
+        )
         assert found["cache-control"] == "no-store"
 
 
@@ -123,7 +140,10 @@ async def test_what_changed_is_told_as_it_is_read(reader):
     read_all(reader)
     event, data, *_ = (await anext(stream)).split("\n")
     assert event == "event: changed"
-    assert json.loads(data.removeprefix("data: ")) == {"sessions": ["s"], "read": {"sessions": 2, "of": 2}}
+    assert json.loads(data.removeprefix("data: ")) == {
+        "sessions": ["s"],
+        "read": {"sessions": 2, "of": 2},
+    }
     await stream.aclose()
 
 
@@ -134,7 +154,10 @@ async def test_a_reader_reads_behind_the_answers(client, reader):
     while read != {"sessions": 2, "of": 2}:
         read = json.loads((await anext(stream)).partition("data: ")[2])["read"]
     await stream.aclose()
-    assert [row["read"] for row in (await client.get("/api/sessions", headers=BEARER)).json()["sessions"]] == [
+    assert [
+        row["read"]
+        for row in (await client.get("/api/sessions", headers=BEARER)).json()["sessions"]
+    ] == [
         True,
         True,
     ]

@@ -1,4 +1,5 @@
-"""The page in a real browser, on a run that has everything. Every test fails on an error or a request elsewhere."""
+"""The page in a real browser, on a run that has everything. Every test fails on an error or a
+request elsewhere."""
 
 import json
 import shutil
@@ -90,11 +91,27 @@ def plotted(viewed_run, tmp_path, serve, open_page):
     run = shutil.copytree(viewed_run, tmp_path / "run")
     rows = []
     for step in range(1, 1201, 100):
-        row = {"step": step, "reward": step / 1200, "loss": -1.5e-7 * step, "grad_norm": 1.5, "learning_rate": 1e-6}
+        row = {
+            "step": step,
+            "reward": step / 1200,
+            "loss": -1.5e-7 * step,
+            "grad_norm": 1.5,
+            "learning_rate": 1e-6,
+        }
         row |= {f"reward/task/a-long-name-of-a-task-{'x' * 40}-{n}": n / step for n in range(1, 13)}
         row |= {f"seconds_{phase}": float(step) for phase in ("rollout", "publication", "training")}
-        row |= {"engine_difference": 1e-5, "difference/root": 0.0, "tokens_trained": 123_456_789.0 * step}
-        row |= {"left_out/aborted": 0.0, "odd": 1.0, "eval/step": step - 1, "eval/reward": 0.5, "eval/pass@8_low": 0.1}
+        row |= {
+            "engine_difference": 1e-5,
+            "difference/root": 0.0,
+            "tokens_trained": 123_456_789.0 * step,
+        }
+        row |= {
+            "left_out/aborted": 0.0,
+            "odd": 1.0,
+            "eval/step": step - 1,
+            "eval/reward": 0.5,
+            "eval/pass@8_low": 0.1,
+        }
         rows.append(row)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = open_page(serve(run))
@@ -151,7 +168,12 @@ class TestFiveWalks:
         page.wait_for_selector("h1:has-text('call s-good-1')")
 
     def test_to_the_call_whose_prompt_was_rendered_and_why(self, page):
-        walk(page, "bdi:text-is('rendered')", "a:has-text('s-long')", ".callblock:has-text('rendered') >> a")
+        walk(
+            page,
+            "bdi:text-is('rendered')",
+            "a:has-text('s-long')",
+            ".callblock:has-text('rendered') >> a",
+        )
         page.wait_for_selector("text=First difference")
         assert f"Why it was rendered: {WHY}" in text(page)
         recorded, rendered = page.locator(".differs").all_inner_texts()
@@ -159,11 +181,23 @@ class TestFiveWalks:
         assert rendered.startswith(".<|im_end|>")
 
     def test_to_the_step_whose_weights_sampled_a_token(self, page):
-        walk(page, "text=sessions", "a:has-text('s-good')", "bdi:text-is('s-good-1')", ".tokens .trained >> nth=3")
+        walk(
+            page,
+            "text=sessions",
+            "a:has-text('s-good')",
+            "bdi:text-is('s-good-1')",
+            ".tokens .trained >> nth=3",
+        )
         page.wait_for_selector(f".details:has-text('{OLD} (made by optimizer step 1)')")
 
     def test_to_the_tokens_that_were_left_out_by_reason(self, page):
-        walk(page, "bdi:text-is('auxiliary')", "a:has-text('s-long')", "nav >> text=tokens", "bdi:text-is('s-long-4')")
+        walk(
+            page,
+            "bdi:text-is('auxiliary')",
+            "a:has-text('s-long')",
+            "nav >> text=tokens",
+            "bdi:text-is('s-long-4')",
+        )
         page.wait_for_selector(".legend >> text=not trained: auxiliary")
         page.wait_for_selector(".tokens .v1 >> nth=5")
 
@@ -186,7 +220,9 @@ class TestAttacks:
         page.evaluate(
             """() => new MutationObserver((changes) => changes.forEach((change) => change.addedNodes.forEach((node) => {
             if (node.matches?.('img, script') || node.querySelector?.('img, script')) window.hacked = 1;
-        })).observe(document.body, { childList: true, subtree: true })""".replace("})).observe", "}))).observe")
+        })).observe(document.body, { childList: true, subtree: true })""".replace(
+                "})).observe", "}))).observe"
+            )
         )
         shown = ""
         go(page, "#/sessions?status=failed")
@@ -202,7 +238,9 @@ class TestAttacks:
         go(page, "#/")
         page.wait_for_selector("text=Violations")
         shown += text(page)
-        assert shown.count("<script>window.hacked=1</script><img src=x onerror=window.hacked=1>") > 10
+        assert (
+            shown.count("<script>window.hacked=1</script><img src=x onerror=window.hacked=1>") > 10
+        )
         assert not {"\x1b", "\u202e", "\u202c"} & set(shown)
         assert "⟨U+202E⟩" in shown
         assert "␛[31mred" in shown
@@ -312,7 +350,12 @@ def test_the_columns_of_sessions_fit_1280_pixels_and_further_ones_are_chosen(pag
     page.set_viewport_size({"width": 1280, "height": 800})
     go(page, "#/sessions")
     page.wait_for_selector("tr.link")
-    assert page.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('main > .table'))") == 0
+    assert (
+        page.evaluate(
+            "(e => e.scrollWidth - e.clientWidth)(document.querySelector('main > .table'))"
+        )
+        == 0
+    )
     assert page.locator("th >> text=faults").count() == 0
     page.click("summary:has-text('columns')")
     page.check("text=faults")
@@ -326,7 +369,10 @@ def test_a_long_prompt_is_folded_until_it_is_opened(page):
     folded = page.evaluate(height)
     page.click("button:has-text('show all')")
     page.wait_for_selector("button:has-text('fold') >> nth=0")
-    assert page.evaluate("document.querySelector('[aria-expanded=true]').parentNode.clientHeight") > folded
+    assert (
+        page.evaluate("document.querySelector('[aria-expanded=true]').parentNode.clientHeight")
+        > folded
+    )
 
 
 def test_a_judges_evidence_names_the_tests_that_did_not_pass(page):
@@ -387,7 +433,9 @@ def test_every_focus_is_seen(page):
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
 
 
-def test_a_growing_run_shows_what_is_new_and_keeps_the_place(viewed_run, tmp_path, tokenizer, serve, open_page):
+def test_a_growing_run_shows_what_is_new_and_keeps_the_place(
+    viewed_run, tmp_path, tokenizer, serve, open_page
+):
     run = shutil.copytree(viewed_run, tmp_path / "run")
     page = open_page(serve(run))
     all_read(page)  # a row gets the numbers of its calls when they have been read

@@ -17,7 +17,9 @@ def read(path: str, strategy: Strategy = "prefix_merging") -> rolltap.TraceBatch
         assert_type(calls, list[rolltap.Call])
         assert_type(calls[0].parsed_messages, list[dict[str, Any]])
         assert_type(calls[0].parsed_reply, dict[str, Any] | None)
-        assert_type(rolltap.build_traces(calls, strategy), tuple[list[rolltap.Trace], rolltap.Ledger])
+        assert_type(
+            rolltap.build_traces(calls, strategy), tuple[list[rolltap.Trace], rolltap.Ledger]
+        )
     for session in run.sessions():
         assert_type(session.parts, dict[str, float])
         assert_type(session.evidence, dict[str, Any])
@@ -40,7 +42,9 @@ def read(path: str, strategy: Strategy = "prefix_merging") -> rolltap.TraceBatch
 def record(engine: str) -> rolltap.Run:
     task = rolltap.Task(id="t", instruction="Do it.", evaluate=["true"], workspace="start")
     try:
-        run = rolltap.rollout([task], harness="codex", engine=engine, model="m", out="runs/a", sessions=8)
+        run = rolltap.rollout(
+            [task], harness="codex", engine=engine, model="m", out="runs/a", sessions=8
+        )
     except EngineError as error:
         assert_type(error.retryable, bool)
         raise
@@ -54,7 +58,9 @@ def record(engine: str) -> rolltap.Run:
         assert_type(recorder.environment("s"), dict[str, str])
         recorder.end(rolltap.Session(session_id="s", status="completed", reward=1.0))
     assert_type(rolltap.verify_run("runs/b"), Verification)
-    assert_type(rolltap.merge_runs(["runs/a", run.path], "both"), tuple[rolltap.Run, list[LeftBehind]])
+    assert_type(
+        rolltap.merge_runs(["runs/a", run.path], "both"), tuple[rolltap.Run, list[LeftBehind]]
+    )
     assert_type(rolltap.train("recipe.toml", engine=engine, out="runs/c"), rolltap.Run)
     assert_type(rolltap.__version__, str)
     return run
@@ -63,5 +69,7 @@ def record(engine: str) -> rolltap.Run:
 async def record_async(engine: str) -> None:
     harness = rolltap.Harness.load("codex")
     assert_type(harness, rolltap.Harness)
-    run = await rolltap.rollout_async("tasks.jsonl", harness=harness, engine=engine, model="m", out="runs/a")
+    run = await rolltap.rollout_async(
+        "tasks.jsonl", harness=harness, engine=engine, model="m", out="runs/a"
+    )
     assert_type(run, rolltap.Run)

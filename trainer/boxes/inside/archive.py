@@ -63,7 +63,9 @@ def stamps(folder: _PATH) -> dict[str, Stamp]:
     return found
 
 
-def pack_changes(file: IO[bytes], folder: _PATH, before: Mapping[str, Stamp], limit: int) -> list[str]:
+def pack_changes(
+    file: IO[bytes], folder: _PATH, before: Mapping[str, Stamp], limit: int
+) -> list[str]:
     """Write what was made or changed since `before` into a tar stream. Return what is gone.
 
     Raises `TooMuchError` for more than `limit` bytes, and `OSError`.

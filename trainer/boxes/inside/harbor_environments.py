@@ -1,11 +1,11 @@
 """Harbor's environments for rolltap: it runs in Harbor's own Python, and rolltap has its stdin and
 stdout.
 
-A script of its own, on the package `harbor` (0.25) alone: `python -P harbor_environments.py FOLDER`.
-FOLDER is for what Harbor keeps of its trials, and is removed at the end. Each line of stdin is a
-request, a JSON object with `id` and `op`; each line of stdout is an answer with the same `id`.
-Requests run at the same time. An answer has `error` when the request failed, and `permanent` when
-it would fail again.
+A script of its own, on the package `harbor` (0.25) alone: `python -P harbor_environments.py
+FOLDER`. FOLDER is for what Harbor keeps of its trials, and is removed at the end. Each line of
+stdin is a request, a JSON object with `id` and `op`; each line of stdout is an answer with the same
+`id`. Requests run at the same time. An answer has `error` when the request failed, and `permanent`
+when it would fail again.
 
     check    environment, allowed          -> version, restricts
     start    box, environment, ...         -> {}                  see `Environments.start`

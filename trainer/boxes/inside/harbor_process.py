@@ -54,9 +54,9 @@ class Harbor:
             self._said.close()
             self.folder.rmdir()
             raise InputError(
-                f"Harbor's Python {python} cannot be started: {error.strerror}. Install Harbor in an "
-                f"environment of its own (python3.12 -m venv harbor && harbor/bin/pip install "
-                f"harbor=={VERSION}.0), and name its bin/python with --harbor-python"
+                f"Harbor's Python {python} cannot be started: {error.strerror}. Install Harbor in"
+                " an environment of its own (python3.12 -m venv harbor && harbor/bin/pip install"
+                f" harbor=={VERSION}.0), and name its bin/python with --harbor-python"
             ) from error
         self._reader = threading.Thread(target=self._read, name="rolltap-harbor", daemon=True)
         self._reader.start()
@@ -95,7 +95,9 @@ class Harbor:
         try:
             self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning("Harbor does not stop its environments in %g s: it is killed", _STOP_SECONDS)
+            logger.warning(
+                "Harbor does not stop its environments in %g s: it is killed", _STOP_SECONDS
+            )
             self.process.kill()
             self.process.wait()
         self._reader.join()

@@ -95,7 +95,9 @@ def run_script(
     exports = []
     for name, value in env.items():
         if not _VARIABLE.fullmatch(name):
-            raise OSError(f"the environment variable {name!r} has no name that a shell knows: rename it")
+            raise OSError(
+                f"the environment variable {name!r} has no name that a shell knows: rename it"
+            )
         before = '"${PATH:+$PATH:}"' if name == "PATH" else ""
         exports.append(f"export {name}={before}{shlex.quote(value)}")
     makes = []

@@ -1,14 +1,16 @@
-"""Starts a judge's script, or a function, as the only one who can write to the verdict's pipe. For every Python 3.
+"""Starts a judge's script, or a function, as the only one who can write to the verdict's pipe. For
+every Python 3.
 
     python launch.py PIPE SCRIPT|-m MODULE [ARGUMENTS]
     python launch.py PIPE --function MODULE:FUNCTION [FOLDER]
 
-The pipe is opened before anything of the task is imported. Processes that a script starts do not have the descriptor
-(close-on-exec, and closed after a fork). They cannot open it in /proc or reach this memory (PR_SET_DUMPABLE in
-prctl(2)). A script finds it in ROLLTAP_REWARD_FD; a function returns its reward, and is only imported without FOLDER.
+The pipe is opened before anything of the task is imported. Processes that a script starts do not
+have the descriptor (close-on-exec, and closed after a fork). They cannot open it in /proc or reach
+this memory (PR_SET_DUMPABLE in prctl(2)). A script finds it in ROLLTAP_REWARD_FD; a function
+returns its reward, and is only imported without FOLDER.
 
-Behind the script's reward, and a zero byte, come the names of the limits that this process had not at its begin: where
-no filter forbids it, programs of the same user can set them (prlimit(2)).
+Behind the script's reward, and a zero byte, come the names of the limits that this process had not
+at its begin: where no filter forbids it, programs of the same user can set them (prlimit(2)).
 """
 
 import contextlib
@@ -57,7 +59,8 @@ def start(program: str, *arguments: str) -> None:
 
 
 def call(pipe: int, function: str, folder: str = "") -> int:
-    """Call a function with a folder, write its result as JSON, and return the exit status: 3 without a result."""
+    """Call a function with a folder, write its result as JSON, and return the exit status: 3
+    without a result."""
     module, _, name = function.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -21,7 +21,8 @@ _BACKLOG = 128
 
 
 def listen(pid: int, port: int) -> socket.socket:
-    """Return a socket that listens on 127.0.0.1 where process `pid` is. This process is then there too, for good.
+    """Return a socket that listens on 127.0.0.1 where process `pid` is. This process is then there
+    too, for good.
 
     Raises `OSError`.
     """

@@ -1,9 +1,10 @@
-"""A plugin for every pytest: the report goes to the verdict's pipe, and the canary's tests are run after all others.
+"""A plugin for every pytest: the report goes to the verdict's pipe, and the canary's tests are run
+after all others.
 
-It is loaded before any code of the agent's, by PYTEST_PLUGINS, as `rolltap_report`. ROLLTAP_REPORT names the pipe,
-ROLLTAP_CANARY the file of the canary's tests. Before the report, and a zero byte, come the names of the tests that are
-marked to be skipped or to fail, one a line, as Python writes them. Of several pytests the first one reports; one with
-`--junit-xml` of its own does not.
+It is loaded before any code of the agent's, by PYTEST_PLUGINS, as `rolltap_report`. ROLLTAP_REPORT
+names the pipe, ROLLTAP_CANARY the file of the canary's tests. Before the report, and a zero byte,
+come the names of the tests that are marked to be skipped or to fail, one a line, as Python writes
+them. Of several pytests the first one reports; one with `--junit-xml` of its own does not.
 """
 
 import importlib
@@ -19,7 +20,10 @@ PIPE: int = importlib.import_module("rolltap_launch").take(FILE) if os.path.exis
 
 def pytest_configure(config: Any) -> None:
     """Have the report written, and the canary run."""
-    if PIPE >= 0 and config.option.xmlpath in (None, FILE):  # not where a command wants a report of its own
+    if PIPE >= 0 and config.option.xmlpath in (
+        None,
+        FILE,
+    ):  # not where a command wants a report of its own
         config.pluginmanager.register(Canary(config))
 
 
@@ -55,7 +59,8 @@ class Canary:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Hand the report on, and set the exit status that pytest would have without the canary: 0, 1, or 5."""
+        """Hand the report on, and set the exit status that pytest would have without the canary: 0,
+        1, or 5."""
         self.report.seek(0)
         write(self.report.read())
         if session.exitstatus == 1 and session.testsfailed == self.failed:

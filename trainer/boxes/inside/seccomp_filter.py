@@ -1,4 +1,5 @@
-"""The system calls that no program of a box may use: a filter for the kernel (seccomp(2)), and Podman's profile."""
+"""The system calls that no program of a box may use: a filter for the kernel (seccomp(2)), and
+Podman's profile."""
 
 import errno
 import platform
@@ -13,9 +14,11 @@ DENIED = (
     *("perf_event_open", "bpf", "userfaultfd", "add_key", "request_key", "keyctl"),
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
 )
-"""Calls that reach into other processes of the same user, or that agents do not need: io_uring passes by a filter."""
+"""Calls that reach into other processes of the same user, or that agents do not need: io_uring
+passes by a filter."""
 FAMILIES = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. Sockets of others reach this machine past the box's network (AF_VSOCK)."""
+"""AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. Sockets of others reach this machine past the box's
+network (AF_VSOCK)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,16 @@ ARCHITECTURES = {
         0x40000000,
     ),
     "aarch64": Architecture(
-        0xC00000B7, (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219, 425, 426, 427), (198, 199), 261
+        0xC00000B7,
+        (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219, 425, 426, 427),
+        (198, 199),
+        261,
     ),
 }
 
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in `struct seccomp_data`. The kernel takes the low half of a family or process id, which comes first here."""
+"""Offsets in `struct seccomp_data`. The kernel takes the low half of a family or process id, which
+comes first here."""
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 """Operations of classic BPF: of 32 bits, with a constant."""
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
@@ -55,19 +62,20 @@ _NO_FAMILY = 0x00050000 | errno.EAFNOSUPPORT
 
 
 def seccomp_filter(machine: str = "") -> bytes:
-    """Return the filter for an architecture, by default this machine's: an array of `struct sock_filter`.
+    """Return the filter for an architecture, by default this machine's: an array of `struct
+    sock_filter`.
 
-    The calls in `DENIED` and those of x32 fail with EPERM, and sockets of other families than `FAMILIES` with
-    EAFNOSUPPORT. A program has prlimit64 for itself alone: lower limits of a judge's process would make it fail. A
-    program of another architecture, for instance of 32 bits, is killed at its first call: its calls have other numbers.
-    Raises `InputError` for an architecture that is not
-    known.
+    The calls in `DENIED` and those of x32 fail with EPERM, and sockets of other families than
+    `FAMILIES` with EAFNOSUPPORT. A program has prlimit64 for itself alone: lower limits of a
+    judge's process would make it fail. A program of another architecture, for instance of 32 bits,
+    is killed at its first call: its calls have other numbers. Raises `InputError` for an
+    architecture that is not known.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise InputError(
-            f"the runtime sandbox knows the system calls of {' and '.join(ARCHITECTURES)}, and this machine is "
-            f"{machine}: choose another --runtime"
+            f"the runtime sandbox knows the system calls of {' and '.join(ARCHITECTURES)}, and this"
+            f" machine is {machine}: choose another --runtime"
         )
     architecture = ARCHITECTURES[machine]
     checks = [(_EQUAL, number) for number in architecture.numbers]
@@ -83,7 +91,10 @@ def seccomp_filter(machine: str = "") -> bytes:
         _instruction(_EQUAL, socket, 1, 0),
         _instruction(_EQUAL, pair, 0, len(FAMILIES) + 2),
         _instruction(_LOAD, _FIRST_ARGUMENT),
-        *(_instruction(_EQUAL, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)),
+        *(
+            _instruction(_EQUAL, family, len(FAMILIES) - place, 0)
+            for place, family in enumerate(FAMILIES)
+        ),
         _instruction(_RETURN, _NO_FAMILY),
         _instruction(_RETURN, _ALLOW),
     ]
@@ -95,7 +106,10 @@ def seccomp_filter(machine: str = "") -> bytes:
             _instruction(_RETURN, _KILL),
             _instruction(_LOAD, _NUMBER),
             # each check jumps over those that follow it, and over the rest
-            *(_instruction(code, value, over - place, 0) for place, (code, value) in enumerate(checks)),
+            *(
+                _instruction(code, value, over - place, 0)
+                for place, (code, value) in enumerate(checks)
+            ),
             *rest,
             _instruction(_RETURN, _FAIL),
         ]
@@ -107,27 +121,36 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
-_NAMESPACES = frozenset({"clone", "clone3", "unshare", "setns", "mount", "umount", "umount2", "pivot_root"})
-"""Calls with which a program without rights makes namespaces, and in them has rights over parts of the kernel."""
+_NAMESPACES = frozenset(
+    {"clone", "clone3", "unshare", "setns", "mount", "umount", "umount2", "pivot_root"}
+)
+"""Calls with which a program without rights makes namespaces, and in them has rights over parts of
+the kernel."""
 _CLONE_FLAGS = 0x7E020000
 """Flags of clone(2) that make namespaces."""
 _SOCKETS = frozenset({"socket", "socketpair", "socketcall"})
-"""Calls that make sockets. A filter sees no argument of the last, which programs of 32 bits have."""
+"""Calls that make sockets. A filter sees no argument of the last, which programs of 32 bits have.
+"""
 _LIMITS = "prlimit64"
 _ENOSYS = 38
 
 
 def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
-    """Return a profile without namespaces, `DENIED`, limits of other processes, and sockets beside `FAMILIES`.
+    """Return a profile without namespaces, `DENIED`, limits of other processes, and sockets beside
+    `FAMILIES`.
 
-    Podman's own profile allows it, Docker's does not. Processes and threads can be made as ever: clone3(2) hides its
-    flags from a filter, so it is called unknown, and the C library takes clone(2).
+    Podman's own profile allows it, Docker's does not. Processes and threads can be made as ever:
+    clone3(2) hides its flags from a filter, so it is called unknown, and the C library takes
+    clone(2).
     """
     ours = _NAMESPACES | _SOCKETS | {_LIMITS, *DENIED}
     rules = [
-        {**rule, "names": [name for name in rule["names"] if name not in ours]} for rule in profile.get("syscalls", [])
+        {**rule, "names": [name for name in rule["names"] if name not in ours]}
+        for rule in profile.get("syscalls", [])
     ]
-    for names, value in [(["socket", "socketpair"], family) for family in FAMILIES] + [([_LIMITS], 0)]:
+    for names, value in [(["socket", "socketpair"], family) for family in FAMILIES] + [
+        ([_LIMITS], 0)
+    ]:
         equal = {"index": 0, "value": value, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
         rules.append({"names": names, "action": "SCMP_ACT_ALLOW", "args": [equal]})
     no_flags = {"index": 0, "value": _CLONE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}

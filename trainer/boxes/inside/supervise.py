@@ -1,8 +1,9 @@
 """Runs one program, and kills all that it started when the program ends or when rolltap does.
 
-A script of its own, with the standard library only: `python -I -S supervise.py CONTROL`. `supervised.py` starts it and
-describes the protocol. Processes whose parent has ended become children of this one (`PR_SET_CHILD_SUBREAPER` of
-prctl(2)), so a process that starts a session of its own (setsid) or forks twice does not get away.
+A script of its own, with the standard library only: `python -I -S supervise.py CONTROL`.
+`supervised.py` starts it and describes the protocol. Processes whose parent has ended become
+children of this one (`PR_SET_CHILD_SUBREAPER` of prctl(2)), so a process that starts a session of
+its own (setsid) or forks twice does not get away.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ _PAUSE_SECONDS = 0.002
 
 
 class Supervisor:
-    """The parent of one program. `request` has the keys of `supervised.Supervised`; `control` is its socket."""
+    """The parent of one program. `request` has the keys of `supervised.Supervised`; `control` is
+    its socket."""
 
     def __init__(self, request: dict[str, Any], control: socket.socket) -> None:
         self._request, self._control = request, control
@@ -37,7 +39,8 @@ class Supervisor:
         self._program = 0
 
     def run(self) -> int:
-        """Run the program to its end and kill what it left. Return its status; minus the signal's number."""
+        """Run the program to its end and kill what it left. Return its status; minus the signal's
+        number."""
         if os.getppid() != self._request["parent"]:
             return 1  # rolltap died before it was known by a descriptor
         if self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
@@ -57,13 +60,20 @@ class Supervisor:
         return -signal.SIGKILL if self._status is None else self._status
 
     def _wake_on_signals(self) -> int:
-        """Return a descriptor that becomes readable when a signal arrives. Signals that end a process do not here."""
+        """Return a descriptor that becomes readable when a signal arrives. Signals that end a
+        process do not here."""
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(woken, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         # handlers, not SIG_IGN, which a program would inherit
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for number in (
+            signal.SIGCHLD,
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGQUIT,
+        ):
             signal.signal(number, lambda *_: None)
         return woken
 
@@ -141,7 +151,8 @@ class Supervisor:
                 self._status = os.waitstatus_to_exitcode(status)
 
     def _kill_all(self) -> None:
-        """Kill the children until none is left: the children of one that was killed become this process's own."""
+        """Kill the children until none is left: the children of one that was killed become this
+        process's own."""
         end = time.monotonic() + _KILL_SECONDS
         while self._reap() and time.monotonic() < end:
             for pid, group in _children(os.getpid()):
@@ -154,9 +165,12 @@ class Supervisor:
 
 
 def _children(parent: int) -> list[tuple[int, int]]:
-    """Return the process id and the process group of each child. Not in `/proc/PID/task` of every kernel."""
+    """Return the process id and the process group of each child. Not in `/proc/PID/task` of every
+    kernel."""
     children: list[tuple[int, int]] = []
-    for pid in sorted((int(entry) for entry in os.listdir("/proc") if entry.isdigit()), reverse=True):
+    for pid in sorted(
+        (int(entry) for entry in os.listdir("/proc") if entry.isdigit()), reverse=True
+    ):
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/stat", "rb") as file:
                 # the name before the last parenthesis may have spaces and parentheses of its own
@@ -174,7 +188,10 @@ def main() -> None:
     request = json.load(sys.stdin)
     status = Supervisor(request, socket.socket(fileno=int(sys.argv[1]))).run()
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+        signal.signal(-status, signal.SIG_DFL) if -status not in (
+            signal.SIGKILL,
+            signal.SIGSTOP,
+        ) else None
         os.kill(os.getpid(), -status)
     os._exit(status)
 

@@ -1,1 +1,2 @@
-"""The modules that vLLM's own environment imports. They use nothing but Python's standard library."""
+"""The modules that vLLM's own environment imports. They use nothing but Python's standard
+library."""

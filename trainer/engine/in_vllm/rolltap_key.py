@@ -1,7 +1,8 @@
-"""ASGI middleware of vLLM (`--middleware rolltap_key.RequireKey`) that asks for the engine's key on every route.
+"""ASGI middleware of vLLM (`--middleware rolltap_key.RequireKey`) that asks for the engine's key on
+every route.
 
-vLLM's own `--api-key` guards only paths that begin with /v1, /v2, /inference and /cohere (vLLM 0.32), and not those
-that pause the engine, load weights or run methods of its workers.
+vLLM's own `--api-key` guards only paths that begin with /v1, /v2, /inference and /cohere (vLLM
+0.32), and not those that pause the engine, load weights or run methods of its workers.
 """
 
 import hashlib
@@ -11,8 +12,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 DIGEST = "ROLLTAP_ENGINE_KEY_SHA256"
-"""Environment variable with the SHA-256 digest of the key, in hexadecimal. Processes of the same user can read it, and
-cannot derive the key from it."""
+"""Environment variable with the SHA-256 digest of the key, in hexadecimal. Processes of the same
+user can read it, and cannot derive the key from it."""
 HEALTH = "/health"
 """The path that needs no key."""
 
@@ -38,7 +39,9 @@ class RequireKey:
         else:
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error": "this engine requires its key"}'})
+            await send(
+                {"type": "http.response.body", "body": b'{"error": "this engine requires its key"}'}
+            )
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]

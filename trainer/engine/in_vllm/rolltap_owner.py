@@ -1,13 +1,16 @@
-"""ASGI middleware of vLLM (`--middleware rolltap_owner.OneOwner`): the register of the training that owns the engine.
+"""ASGI middleware of vLLM (`--middleware rolltap_owner.OneOwner`): the register of the training
+that owns the engine.
 
-`/rolltap/owner` answers in JSON. `GET` returns the owner. `PUT` of `owner`, `about` and `steal` takes the engine: 409
-with the present owner when another one has it, unless `steal` is true. `DELETE` of `owner` gives the engine back: 409
-when another one has it. A `PUT` with `base` also notes the folder as which an owner has verified the engine's own
-model; this note and `about` stay when the engine is given back. The register is in memory, as the published weights
-are: both end with the engine. Each of vLLM's API server processes has its own: with data parallelism, start it with
-`--api-server-count 1`.
+`/rolltap/owner` answers in JSON. `GET` returns the owner. `PUT` of `owner`, `about` and `steal`
+takes the engine: 409 with the present owner when another one has it, unless `steal` is true.
+`DELETE` of `owner` gives the engine back: 409 when another one has it. A `PUT` with `base` also
+notes the folder as which an owner has verified the engine's own model; this note and `about` stay
+when the engine is given back. The register is in memory, as the published weights are: both end
+with the engine. Each of vLLM's API server processes has its own: with data parallelism, start it
+with `--api-server-count 1`.
 
-vLLM wraps later middleware around earlier one, so `rolltap_key.RequireKey` must come after this one.
+vLLM wraps later middleware around earlier one, so `rolltap_key.RequireKey` must come after this
+one.
 """
 
 import json
@@ -23,7 +26,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class OneOwner:
-    """Keeps one owner, an identifier and a text about it for people, and the folder of the verified base model."""
+    """Keeps one owner, an identifier and a text about it for people, and the folder of the verified
+    base model."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -38,7 +42,10 @@ class OneOwner:
             return
         status = self._answer(scope["method"], await _body(receive))
         text = json.dumps({"owner": self._owner, "about": self._about, "base": self._base}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(text)).encode()),
+        ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": text})
 

@@ -1,9 +1,11 @@
-"""ASGI middleware of vLLM (`--middleware rolltap_scores.ScoresAlone`): scores are computed beside no other call.
+"""ASGI middleware of vLLM (`--middleware rolltap_scores.ScoresAlone`): scores are computed beside
+no other call.
 
-vLLM 0.32 and 0.33 with `--enable-lora` end, or write outside of a buffer, when they compute the log-probabilities of a
-prompt (`prompt_logprobs`) in one batch with other calls. A request with the header `HEADER` begins when the calls
-before it have ended, and calls that come after it wait for its end. Each of vLLM's API server processes has a queue of
-its own: with data parallelism, start it with `--api-server-count 1`.
+vLLM 0.32 and 0.33 with `--enable-lora` end, or write outside of a buffer, when they compute the
+log-probabilities of a prompt (`prompt_logprobs`) in one batch with other calls. A request with the
+header `HEADER` begins when the calls before it have ended, and calls that come after it wait for
+its end. Each of vLLM's API server processes has a queue of its own: with data parallelism, start it
+with `--api-server-count 1`.
 """
 
 import asyncio
@@ -24,7 +26,8 @@ _OPERATION = "_lora_adapter"
 
 
 class ScoresAlone:
-    """Lets a request with the header run alone, and other calls beside each other, in the order of their arrival."""
+    """Lets a request with the header run alone, and other calls beside each other, in the order of
+    their arrival."""
 
     def __init__(self, app: Application) -> None:
         self._app = app

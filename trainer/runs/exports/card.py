@@ -1,4 +1,5 @@
-"""Dataset cards of exported runs: the README.md that the Hub shows, with the metadata that it reads.
+"""Dataset cards of exported runs: the README.md that the Hub shows, with the metadata that it
+reads.
 
 `dataset_card.md` is the template.
 """
@@ -24,20 +25,25 @@ HERE = "path/to/this/folder"
 def file_digest(file: str | Path) -> str:
     """Return a digest of a file's content, for the names of the data files that a card lists.
 
-    `load_dataset` takes two folders for one dataset when they have the same base name and the same card, and gives the
-    rows that it loaded first.
+    `load_dataset` takes two folders for one dataset when they have the same base name and the same
+    card, and gives the rows that it loaded first.
     """
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
 
 def dataset_card(
-    run: Path, options: TraceOptions, totals: Totals, *, written: Written = MappingProxyType({}), where: str = HERE
+    run: Path,
+    options: TraceOptions,
+    totals: Totals,
+    *,
+    written: Written = MappingProxyType({}),
+    where: str = HERE,
 ) -> DatasetCard:
     """Return the card of traces that `load_from_disk(where)` opens.
 
-    With `written` it is that of Parquet which `load_dataset(where, config)` opens. The shards of a config with rows are
-    in the folder of its name.
+    With `written` it is that of Parquet which `load_dataset(where, config)` opens. The shards of a
+    config with rows are in the folder of its name.
     """
     files = {name: f"{name}/*-{digest}.parquet" for name, (rows, digest) in written.items() if rows}
     configs = [{"config_name": name, "data_files": pattern} for name, pattern in files.items()]
@@ -66,12 +72,16 @@ def _facts(run: Path, options: TraceOptions, totals: Totals) -> dict[str, str]:
         "sessions": f"{totals.sessions:,}",
         "tasks": f"{len(totals.tasks):,}" if totals.tasks else "",
         "outcomes": _counts(totals.statuses),
-        "with suspicions of cheating": f"{totals.suspicious:,} sessions" if totals.suspicious else "",
+        "with suspicions of cheating": (
+            f"{totals.suspicious:,} sessions" if totals.suspicious else ""
+        ),
         "ran in": _counts(totals.runtimes),
         "agent programs": _counts(totals.harnesses),
         "rewards": rewards,
         "model calls": f"{totals.calls:,}",
-        "traces": f"{totals.traces:,} by `{options.strategy}` of {', '.join(options.roles)} calls{cut}",
+        "traces": (
+            f"{totals.traces:,} by `{options.strategy}` of {', '.join(options.roles)} calls{cut}"
+        ),
         "sampled tokens": str(totals.ledger),
         "model": public_model(str(metadata.get("model", ""))),
     }
@@ -79,7 +89,9 @@ def _facts(run: Path, options: TraceOptions, totals: Totals) -> dict[str, str]:
         if digest := metadata.get(f"{name.replace(' ', '_')}_sha256"):
             facts[f"{name}, SHA-256"] = f"`{digest}`"
     # text of a task file or a preset, escaped for a cell of a Markdown table
-    return {name: " ".join(fact.replace("|", "\\|").split()) for name, fact in facts.items() if fact}
+    return {
+        name: " ".join(fact.replace("|", "\\|").split()) for name, fact in facts.items() if fact
+    }
 
 
 def _counts(counts: Mapping[str, int]) -> str:

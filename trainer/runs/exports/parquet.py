@@ -1,4 +1,5 @@
-"""Datasets of a run: Parquet that the Hub's viewer shows and `load_dataset` opens, and traces for `load_from_disk`.
+"""Datasets of a run: Parquet that the Hub's viewer shows and `load_dataset` opens, and traces for
+`load_from_disk`.
 
 Both have any number of rows and are written in bounded memory.
 """
@@ -19,7 +20,11 @@ from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.exports.card import HERE, dataset_card, file_digest
-from rolltap.trainer.runs.exports.sessions import engine_addresses, public_session, without_addresses
+from rolltap.trainer.runs.exports.sessions import (
+    engine_addresses,
+    public_session,
+    without_addresses,
+)
 from rolltap.trainer.traces.build import Trace
 from rolltap.trainer.traces.reader import recorded_ids
 from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces
@@ -38,28 +43,42 @@ TRACE_FEATURES = Features(
         "completion_ids": List(Value("int32")),
         "completion_mask": List(Value("int8")),
         "logprobs": List(Value("float32")),
-        "weight_versions": List({"version": Value("string"), "start": Value("int32"), "end": Value("int32")}),
-        "continuity": List({"kind": Value("string"), "start": Value("int32"), "end": Value("int32")}),
+        "weight_versions": List(
+            {"version": Value("string"), "start": Value("int32"), "end": Value("int32")}
+        ),
+        "continuity": List(
+            {"kind": Value("string"), "start": Value("int32"), "end": Value("int32")}
+        ),
         "shared_trace_id": Value("string"),
         "shared_tokens": Value("int32"),
     }
 )
 _INTERNAL = ("digest", "engine")
-"""Columns that have no meaning outside of the run: the row's digest, the engine's address in the recorder's network."""
+"""Columns that have no meaning outside of the run: the row's digest, the engine's address in the
+recorder's network."""
 
 SHARD_BYTES = 500 * 1024 * 1024
 """Size of a shard's columns in memory; the default of `Dataset.save_to_disk` and `push_to_hub`."""
 _ROWS_AT_ONCE = 64
 
 
-def export(run: Path, out: Path, advance: Advance, *, where: str = HERE, leave_out: Collection[str | None] = ()) -> int:
-    """Write a run as up to four configs, and a card that loads them from `where`. Return the number of rows.
+def export(
+    run: Path,
+    out: Path,
+    advance: Advance,
+    *,
+    where: str = HERE,
+    leave_out: Collection[str | None] = (),
+) -> int:
+    """Write a run as up to four configs, and a card that loads them from `where`. Return the number
+    of rows.
 
-    The sessions in `leave_out` are not written, nor their events; with None, nor the events of nobody.
+    The sessions in `leave_out` are not written, nor their events; with None, nor the events of
+    nobody.
 
-    A config without rows is left out. A call's prompt is written as it is stored, without the tokens of its parent:
-    full prompts would take O(T^2) space for a session of T calls. `traces` has full sequences. Raises `RunError`,
-    `LedgerError` and `OSError`.
+    A config without rows is left out. A call's prompt is written as it is stored, without the
+    tokens of its parent: full prompts would take O(T^2) space for a session of T calls. `traces`
+    has full sequences. Raises `RunError`, `LedgerError` and `OSError`.
     """
     options, totals = TraceOptions(), Totals()
     chosen = recorded_ids(run) - {*leave_out}
@@ -71,14 +90,20 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE, leave_o
         "events": _features(EVENT_SCHEMA),
     }
     with ExitStack() as stack:
-        spools = {config: stack.enter_context(Spool(columns, out)) for config, columns in features.items()}
+        spools = {
+            config: stack.enter_context(Spool(columns, out)) for config, columns in features.items()
+        }
         for traced in iter_traces(run, options, chosen):
             recorded = traced.recorded
             engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
             spools["traces"].add(map(Trace.to_json, traced.traces))
-            spools["calls"].add(without_addresses(call.to_row(), engines) for call in recorded.calls)
+            spools["calls"].add(
+                without_addresses(call.to_row(), engines) for call in recorded.calls
+            )
             if recorded.session is not None:
-                spools["sessions"].add([without_addresses(public_session(recorded.session).to_row(), engines)])
+                spools["sessions"].add(
+                    [without_addresses(public_session(recorded.session).to_row(), engines)]
+                )
             totals.add(traced)
             advance("sessions", totals.sessions, total)
         events = (row for row in read_rows(run, "events") if row["session_id"] not in leave_out)
@@ -88,11 +113,14 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE, leave_o
     return sum(rows for rows, _ in written.values())
 
 
-def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options: TraceOptions) -> Totals:
-    """Write the traces of a run's `sessions` to the new folder `out`, with a card. Return the counts.
+def save_traces(
+    run: Path, sessions: Iterable[TracedSession], out: Path, options: TraceOptions
+) -> Totals:
+    """Write the traces of a run's `sessions` to the new folder `out`, with a card. Return the
+    counts.
 
-    `options` are those of the traces. Raises what `new_folder` and the iteration over `sessions` raise; `out` is then
-    not created.
+    `options` are those of the traces. Raises what `new_folder` and the iteration over `sessions`
+    raise; `out` is then not created.
     """
     totals = Totals()
     with new_folder(out) as folder, Spool(TRACE_FEATURES, folder) as spool:
@@ -106,10 +134,11 @@ def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options
 
 
 class Spool:
-    """A buffer of rows in a temporary Arrow file beside `folder`. A context manager, which removes the file.
+    """A buffer of rows in a temporary Arrow file beside `folder`. A context manager, which removes
+    the file.
 
-    Used instead of `Dataset.from_generator`, which wraps errors of the generator and refuses a generator without rows.
-    Raises `OSError`.
+    Used instead of `Dataset.from_generator`, which wraps errors of the generator and refuses a
+    generator without rows. Raises `OSError`.
     """
 
     def __init__(self, features: Features, folder: Path) -> None:
@@ -143,11 +172,14 @@ class Spool:
 
 
 def _features(schema: pa.Schema) -> Features:
-    return Features.from_arrow_schema(pa.schema([column for column in schema if column.name not in _INTERNAL]))
+    return Features.from_arrow_schema(
+        pa.schema([column for column in schema if column.name not in _INTERNAL])
+    )
 
 
 def _write(spool: Spool, folder: Path) -> tuple[int, str]:
-    """Write rows as Parquet. Return their number, and their digest, with which the names of the files end.
+    """Write rows as Parquet. Return their number, and their digest, with which the names of the
+    files end.
 
     Without rows, no folder is made: `load_dataset` refuses a split without rows.
     """

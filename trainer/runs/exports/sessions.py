@@ -1,4 +1,5 @@
-"""Sessions as exports write them: one at a time, as JSON, without paths and addresses of the recorder's machine."""
+"""Sessions as exports write them: one at a time, as JSON, without paths and addresses of the
+recorder's machine."""
 
 import json
 import re
@@ -14,14 +15,17 @@ from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
 
-_PATH = re.compile(r"(?<![\w.:/~-])(?:file://)?~?/(?:[^\s'\"/:,;()\[\]<>|]+/)+([^\s'\"/:,;()\[\]<>|]*)")
+_PATH = re.compile(
+    r"(?<![\w.:/~-])(?:file://)?~?/(?:[^\s'\"/:,;()\[\]<>|]+/)+([^\s'\"/:,;()\[\]<>|]*)"
+)
 """An absolute path of at least two parts, or one in a home folder; not the path of a URL."""
 _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
 """A socket address, `('HOST', PORT)`, as Python's connection errors print it."""
 
 
 def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
-    """Yield the sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
+    """Yield the sessions of a run, one at a time. Raises `RunError` when the folder cannot be
+    read."""
     total = len(recorded_ids(run))
     for done, recorded in enumerate(iter_sessions(run), 1):
         yield recorded
@@ -29,7 +33,8 @@ def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
 
 
 def public_session(session: Session) -> Session:
-    """Return the session with the absolute paths in its error and its evidence cut to their last part."""
+    """Return the session with the absolute paths in its error and its evidence cut to their last
+    part."""
     evidence = json.loads(without_paths(json_text(session.evidence)))
     return replace(session, error=session.error and without_paths(session.error), evidence=evidence)
 
@@ -47,7 +52,8 @@ def engine_addresses(run: Path) -> set[str]:
 
 
 def without_addresses(row: dict[str, Any], engines: Collection[str]) -> dict[str, Any]:
-    """Replace addresses of engines in the free text of a row: they disclose the recorder's network."""
+    """Replace addresses of engines in the free text of a row: they disclose the recorder's
+    network."""
     for column in {"error", "evidence", "detail"} & row.keys():
         if text := row[column] and _SOCKET.sub("ENGINE", row[column]):
             # the longest first: one address may be a prefix of another

@@ -1,1 +1,2 @@
-"""Evidence of cheating: rules over the requests, the tool calls and the judged changes of a session."""
+"""Evidence of cheating: rules over the requests, the tool calls and the judged changes of a
+session."""

@@ -1,9 +1,10 @@
 """Commands that a session ran and tools that it used, from the tool calls of any harness.
 
-Every text that runs is cut into commands, lists of words: `cd x && sudo git log | head` has `cd x`, `sudo`, `git log`
-and `head`. Texts that run are arguments of tools, and what these give to a shell or another interpreter (`bash -c`,
-`python -c`, a heredoc): it is cut as if it was shell text. Text that is written, printed or searched for does not run,
-and a script that is written first and run later is not followed: its author has many other ways to hide it.
+Every text that runs is cut into commands, lists of words: `cd x && sudo git log | head` has `cd x`,
+`sudo`, `git log` and `head`. Texts that run are arguments of tools, and what these give to a shell
+or another interpreter (`bash -c`, `python -c`, a heredoc): it is cut as if it was shell text. Text
+that is written, printed or searched for does not run, and a script that is written first and run
+later is not followed: its author has many other ways to hide it.
 """
 
 import re
@@ -16,19 +17,23 @@ from typing import Any
 from rolltap.trainer.traces.conversations import parsed_arguments
 
 MOST_COMMANDS = 20_000
-"""Most commands of a session that are read: an agent chooses how many there are, and every rule looks at each."""
+"""Most commands of a session that are read: an agent chooses how many there are, and every rule
+looks at each."""
 _LONGEST_TEXT = 50_000
 """Most characters of one text that are read: reading takes time, and an agent chooses the text."""
 _DEEPEST = 8
 """Most levels of programs in programs, and of lists and objects in arguments, that are read."""
-_RUNS_TEXT = re.compile(r"(.*/)?([abdkz]{0,2}sh|source|\.|eval|(python|pypy|node|perl|ruby|php|deno|bun)[0-9.]*)")
+_RUNS_TEXT = re.compile(
+    r"(.*/)?([abdkz]{0,2}sh|source|\.|eval|(python|pypy|node|perl|ruby|php|deno|bun)[0-9.]*)"
+)
 _HANDLES_TEXT = re.compile(r"(.*/)?(echo|printf|[ef]?grep|rg|ag)")
 """Programs whose first argument is text that they print or search for."""
 _BEFORE = re.compile(
     r"(.*/)?(sudo|env|time|nohup|nice|exec|command|xargs|timeout|busybox)|!|\{|then|do|else|if|while|until|"
     r"-.*|[0-9][0-9.]*[smh]?|[A-Za-z_]\w*=(?s:.*)"
 )
-"""Words before a program: assignments, words of the shell, and programs that only start it, with their options."""
+"""Words before a program: assignments, words of the shell, and programs that only start it, with
+their options."""
 _TOKEN = re.compile(r"""(?:[^\s;&|()`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+|[;&|()`\n]""", re.DOTALL)
 _HEREDOC = re.compile(r"(?<!<)<<-?\s*['\"]?([A-Za-z_]\w*)")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
@@ -36,7 +41,8 @@ _TEXTS = re.compile(
     r"(?i)contents?|((new|old|file|insert)_?)?(text|string|str)|patch|diff|description|explanation|thought|reasoning|"
     r"prompt|message|query|plan|todos|title|summary|justification|pattern|regex|instruction|goal|response|answer"
 )
-"""Keys of arguments with text that is written, searched for or reported. It is neither a command nor a path."""
+"""Keys of arguments with text that is written, searched for or reported. It is neither a command
+nor a path."""
 
 
 @dataclass(slots=True)
@@ -44,9 +50,11 @@ class Acts:
     """Commands and tools of a session, as far as the arguments of its tool calls say them.
 
     Attributes:
-        commands: One line each, at most `MOST_COMMANDS`. The words before a program are a command of their own.
+        commands: One line each, at most `MOST_COMMANDS`. The words before a program are a command
+            of their own.
         tools: Names of the tools, one for each call.
-        left_out: Number of texts that were not read to their end, because the session has `MOST_COMMANDS`.
+        left_out: Number of texts that were not read to their end, because the session has
+            `MOST_COMMANDS`.
     """
 
     commands: list[str] = field(default_factory=list)
@@ -62,15 +70,20 @@ class Acts:
             if _RUNS_TEXT.fullmatch(words[0]):
                 yield " ".join(words[1:])
                 words = words[:1]
-            words = [word for word in words if "\n" not in word]  # a word of several lines is a message or a document
-            yield from (found.strip("$()`") for word in words for found in _SUBSTITUTION.findall(word))
+            words = [
+                word for word in words if "\n" not in word
+            ]  # a word of several lines is a message or a document
+            yield from (
+                found.strip("$()`") for word in words for found in _SUBSTITUTION.findall(word)
+            )
             if words and _HANDLES_TEXT.fullmatch(words[0]):
                 words = [words[0], *[word for word in words[1:] if not word.startswith("-")][1:]]
             self.commands.append(" ".join(words))
 
 
 def read_acts(replies: Iterable[dict[str, Any] | None]) -> Acts:
-    """Return the acts of a session from the replies of its calls, in their order: `Call.parsed_reply`."""
+    """Return the acts of a session from the replies of its calls, in their order:
+    `Call.parsed_reply`."""
     acts = Acts()
     calls = (call for reply in replies for call in (reply or {}).get("tool_calls") or [])
     for function in (call.get("function") or {} for call in calls):
@@ -82,7 +95,8 @@ def read_acts(replies: Iterable[dict[str, Any] | None]) -> Acts:
 
 
 def _texts(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield the shell texts of arguments, or of a part of them. A path is a command without arguments."""
+    """Yield the shell texts of arguments, or of a part of them. A path is a command without
+    arguments."""
     if isinstance(value, str):
         yield from [] if value.lstrip().startswith("*** Begin Patch") else [value]
     elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
@@ -109,7 +123,8 @@ def _without_documents(text: str) -> str:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words between the separators of shell text, those before a program apart. An open quote is a space."""
+    """Yield the words between the separators of shell text, those before a program apart. An open
+    quote is a space."""
     found: list[list[str]] = [[]]
     for token in _TOKEN.findall(text.replace("\\\n", " ")):
         if token in ";&|()`\n":

@@ -1,9 +1,10 @@
 """Scores recorded calls again on a running vLLM and compares the log-probabilities.
 
-A call's prompt and completion are sent as one prompt and vLLM reports the log-probability of each token of it
-(`prompt_logprobs` of `POST /v1/completions`). These are the policy's own, so only calls that were sampled neutrally,
-by weights that the engine serves, can be compared. The engine's versions say which these are. vLLM scores a prompt by
-other kernels than those that sample, so rounding differs: the engine's own difference on a fixed text is the measure.
+A call's prompt and completion are sent as one prompt and vLLM reports the log-probability of each
+token of it (`prompt_logprobs` of `POST /v1/completions`). These are the policy's own, so only calls
+that were sampled neutrally, by weights that the engine serves, can be compared. The engine's
+versions say which these are. vLLM scores a prompt by other kernels than those that sample, so
+rounding differs: the engine's own difference on a fixed text is the measure.
 """
 
 import json
@@ -28,7 +29,13 @@ from rolltap.addons.store.records import Call, CallKind, find_violation
 from rolltap.trainer.console import Advance
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines, recorded_models, served_weights
-from rolltap.trainer.engine.weights import COMPARED, FIXED_TEXT, LIMITS, expected_limit, mean_difference
+from rolltap.trainer.engine.weights import (
+    COMPARED,
+    FIXED_TEXT,
+    LIMITS,
+    expected_limit,
+    mean_difference,
+)
 from rolltap.trainer.traces.reader import iter_sessions
 
 KINDS: tuple[CallKind, ...] = ("root", "bridged", "rendered")
@@ -54,7 +61,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Differences over all sampled tokens of the calls of one kind and one policy version, in nats."""
+    """Differences over all sampled tokens of the calls of one kind and one policy version, in
+    nats."""
 
     kind: CallKind
     policy_version: str
@@ -78,7 +86,8 @@ class CheckReport(JupyterMixin):
     served_model: str
     threshold: float
     rounding: float
-    """Mean difference of the base model's own sampling from its scores, on a fixed text, in nats."""
+    """Mean difference of the base model's own sampling from its scores, on a fixed text, in nats.
+    """
     rows: list[CheckRow]
     comparable: int
     """Number of calls that can be compared. The sample is taken from these."""
@@ -95,8 +104,19 @@ class CheckReport(JupyterMixin):
         return {"within": self.within, **asdict(self)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = ("prompt", "weights", "calls", "tokens", "mean", "largest", f"over {self.threshold:g}", "")
-        table = Table(*columns, title="recorded and scored log-probabilities: absolute difference in nats")
+        columns = (
+            "prompt",
+            "weights",
+            "calls",
+            "tokens",
+            "mean",
+            "largest",
+            f"over {self.threshold:g}",
+            "",
+        )
+        table = Table(
+            *columns, title="recorded and scored log-probabilities: absolute difference in nats"
+        )
         for row in self.rows:
             table.add_row(
                 row.kind,
@@ -110,20 +130,23 @@ class CheckReport(JupyterMixin):
             )
         yield table
         yield Text(
-            f"the limit is {self.threshold:.2g}: on a fixed text, the engine's sampling and its scores differ by "
-            f"{self.rounding:.2g}"
+            f"the limit is {self.threshold:.2g}: on a fixed text, the engine's sampling and its"
+            f" scores differ by {self.rounding:.2g}"
         )
         scored = sum(row.calls for row in self.rows)
-        yield Text(f"{scored} of {self.comparable} calls that can be compared were scored by {self.served_model}")
+        yield Text(
+            f"{scored} of {self.comparable} calls that can be compared were scored by"
+            f" {self.served_model}"
+        )
         for reason, count in sorted(self.skipped.items()):
             yield Text(f"skipped: {count} {reason}")
         for row in self.rows:
             if not row.within:
                 worst = row.worst
                 yield Text(
-                    f"{row.kind}, weights {row.policy_version}: differs most at sampled token {worst.position} of "
-                    f"session {worst.session_id}, call {worst.call_id}: recorded {worst.recorded:.4f}, "
-                    f"scored {worst.scored:.4f}"
+                    f"{row.kind}, weights {row.policy_version}: differs most at sampled token"
+                    f" {worst.position} of session {worst.session_id}, call {worst.call_id}:"
+                    f" recorded {worst.recorded:.4f}, scored {worst.scored:.4f}"
                 )
 
 
@@ -138,10 +161,11 @@ def check_run(
 ) -> CheckReport:
     """Score up to `sample` calls of a run on a running engine, and compare.
 
-    `engine_url` may name several engines, with commas. Each scores a share of the calls. Without a `threshold` the
-    limit follows from the type of the weights and from the engines' own rounding, which is measured. Raises `RunError`
-    when the folder cannot be read, `EngineError` when an engine does not answer as it should or may end by it, and
-    `InputError` when no call of the run can be compared, which says what the engines serve instead.
+    `engine_url` may name several engines, with commas. Each scores a share of the calls. Without a
+    `threshold` the limit follows from the type of the weights and from the engines' own rounding,
+    which is measured. Raises `RunError` when the folder cannot be read, `EngineError` when an
+    engine does not answer as it should or may end by it, and `InputError` when no call of the run
+    can be compared, which says what the engines serve instead.
     """
     engines = Engines(engine_url)
     engines.each(EngineAdmin.require_scores)
@@ -161,8 +185,8 @@ def check_run(
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
         sampled = ", ".join(sorted(versions)[:5]) or "nothing"
         raise InputError(
-            f"no call of {run} can be compared: {why}; its calls were sampled by the weights {sampled}, and "
-            f"{served.found}"
+            f"no call of {run} can be compared: {why}; its calls were sampled by the weights"
+            f" {sampled}, and {served.found}"
         )
     chosen = choose(comparable, sample, seed)
     scores: list[Score] = []
@@ -179,11 +203,14 @@ def check_run(
         threshold = expected_limit(LIMITS[dtype], rounding)
     rows = summarize_scores(scores, threshold)
     model = str(metadata.get("model", ""))
-    return CheckReport(model, served.root, threshold, rounding, rows, len(comparable), dict(skipped))
+    return CheckReport(
+        model, served.root, threshold, rounding, rows, len(comparable), dict(skipped)
+    )
 
 
 def own_rounding(engine: EngineAdmin) -> float:
-    """Return the mean difference of an engine's own sampling from its scores of the same tokens, in nats."""
+    """Return the mean difference of an engine's own sampling from its scores of the same tokens, in
+    nats."""
     base = engine.models().base
     ids = engine.tokenize(FIXED_TEXT)
     sampled = engine.sample(base, ids, COMPARED)
@@ -191,7 +218,8 @@ def own_rounding(engine: EngineAdmin) -> float:
 
 
 def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str | None:
-    """Return the reason why a call cannot be compared on an engine that serves the weights `names`, or None."""
+    """Return the reason why a call cannot be compared on an engine that serves the weights `names`,
+    or None."""
     if not call.completion_ids:
         return "nothing sampled"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
@@ -199,7 +227,9 @@ def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str 
     if call.under_grammar:
         return "sampled under a grammar"
     sampling = json.loads(call.sampling)
-    if {key: value for key, value in sampling.items() if key not in HARMLESS_SAMPLING} != NEUTRAL_SAMPLING:
+    if {
+        key: value for key, value in sampling.items() if key not in HARMLESS_SAMPLING
+    } != NEUTRAL_SAMPLING:
         return "not sampled neutrally"
     versions = {span.version for span in call.weight_versions}
     if len(versions) != 1 or not versions <= set(names):

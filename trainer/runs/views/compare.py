@@ -1,7 +1,9 @@
-"""Two sessions beside each other: the first message and the first token in which their main lines differ.
+"""Two sessions beside each other: the first message and the first token in which their main lines
+differ.
 
-The first calls of both are compared, then the second ones, and so on: each call's conversation with its reply, and its
-prompt with its completion. Beyond the end of a line the other one is compared with its last call.
+The first calls of both are compared, then the second ones, and so on: each call's conversation with
+its reply, and its prompt with its completion. Beyond the end of a line the other one is compared
+with its last call.
 """
 
 import json
@@ -17,7 +19,12 @@ from rich.text import Text
 
 from rolltap.addons.store.records import Call
 from rolltap.trainer.runs.views.inspect import AFTER, BEFORE, load_decoder, message_text, written
-from rolltap.trainer.traces.conversations import CallConversation, Message, on_the_wire, rebuild_conversations
+from rolltap.trainer.traces.conversations import (
+    CallConversation,
+    Message,
+    on_the_wire,
+    rebuild_conversations,
+)
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tokens import common_length, pack
 from rolltap.trainer.traces.tree import link_calls
@@ -25,13 +32,14 @@ from rolltap.trainer.traces.tree import link_calls
 
 @dataclass(frozen=True, slots=True)
 class Difference(JupyterMixin):
-    """The first difference of the main lines of the sessions `a` and `b`. A part is None when nothing differs in it.
+    """The first difference of the main lines of the sessions `a` and `b`. A part is None when
+    nothing differs in it.
 
     Attributes:
-        messages: `common`, the number of messages that both begin with, and the next one of each, `a` and `b`; None
-            where it has ended.
-        tokens: `position`, that of the first token that differs in the prompt and completion of `call_a` and `call_b`;
-            `common`, the tokens before it; `a` and `b`, those from it on.
+        messages: `common`, the number of messages that both begin with, and the next one of each,
+            `a` and `b`; None where it has ended.
+        tokens: `position`, that of the first token that differs in the prompt and completion of
+            `call_a` and `call_b`; `common`, the tokens before it; `a` and `b`, those from it on.
         run: Run folder, whose tokenizer decodes the tokens.
     """
 
@@ -51,7 +59,9 @@ class Difference(JupyterMixin):
         else:
             yield Text(f"The first {messages['common']} messages are the same.", "bold")
             for name, message in ((self.a, messages["a"]), (self.b, messages["b"])):
-                yield Text(f"{name}: ", "cyan").append_text(Text("ended") if message is None else message_text(message))
+                yield Text(f"{name}: ", "cyan").append_text(
+                    Text("ended") if message is None else message_text(message)
+                )
         if (tokens := self.tokens) is None:
             yield Text("All tokens are the same.", "bold")
         else:
@@ -64,21 +74,31 @@ class Difference(JupyterMixin):
 
 def compare_sessions(a: RecordedSession, b: RecordedSession, run: Path | None = None) -> Difference:
     """Return the first difference of two sessions of the folder `run`."""
-    return Difference(a.session_id, b.session_id, _messages(a.calls, b.calls), _tokens(a.calls, b.calls), run)
+    return Difference(
+        a.session_id, b.session_id, _messages(a.calls, b.calls), _tokens(a.calls, b.calls), run
+    )
 
 
 def main_line(calls: Sequence[Call]) -> list[Call]:
-    """Return the completed calls of role `agent` that no later answer superseded. `calls` are in `start_order`."""
+    """Return the completed calls of role `agent` that no later answer superseded. `calls` are in
+    `start_order`."""
     superseded = link_calls(calls)[1]
-    agents = (i for i, call in enumerate(calls) if call.role == "agent" and call.status == "completed")
+    agents = (
+        i for i, call in enumerate(calls) if call.role == "agent" and call.status == "completed"
+    )
     return [calls[i] for i in agents if i not in superseded]
 
 
 def _messages(a: Sequence[Call], b: Sequence[Call]) -> dict[str, Any] | None:
-    first, second = ({each.call.call_id: each for each in rebuild_conversations(calls)} for calls in (a, b))
+    first, second = (
+        {each.call.call_id: each for each in rebuild_conversations(calls)} for calls in (a, b)
+    )
     for one, other in _pairs(a, b):
         ours, theirs = _conversation(first[one.call_id]), _conversation(second[other.call_id])
-        same = takewhile(lambda pair: _comparable(pair[0]) == _comparable(pair[1]), zip(ours, theirs, strict=False))
+        same = takewhile(
+            lambda pair: _comparable(pair[0]) == _comparable(pair[1]),
+            zip(ours, theirs, strict=False),
+        )
         if (common := sum(1 for _ in same)) < max(len(ours), len(theirs)):
             next_a, next_b = (next(iter(each[common:]), None) for each in (ours, theirs))
             return {"common": common, "a": next_a, "b": next_b}
@@ -90,7 +110,12 @@ def _tokens(a: Sequence[Call], b: Sequence[Call]) -> dict[str, Any] | None:
         ours, theirs = ([*call.prompt_ids, *call.completion_ids] for call in (one, other))
         if (at := common_length(pack(ours), pack(theirs))) < max(len(ours), len(theirs)):
             found = {"position": at, "call_a": one.call_id, "call_b": other.call_id}
-            return {**found, "common": ours[max(at - BEFORE, 0) : at], "a": ours[at:][:AFTER], "b": theirs[at:][:AFTER]}
+            return {
+                **found,
+                "common": ours[max(at - BEFORE, 0) : at],
+                "a": ours[at:][:AFTER],
+                "b": theirs[at:][:AFTER],
+            }
     return None
 
 
@@ -103,11 +128,18 @@ def _pairs(a: Sequence[Call], b: Sequence[Call]) -> Iterator[tuple[Call, Call]]:
 
 def _conversation(conversation: CallConversation) -> list[Message]:
     """Return the messages of a call and its reply."""
-    return [on_the_wire(each) for each in (*conversation.messages(), conversation.reply) if each is not None]
+    return [
+        on_the_wire(each)
+        for each in (*conversation.messages(), conversation.reply)
+        if each is not None
+    ]
 
 
 def _comparable(message: Message) -> str:
-    """Return a message as text, without the ids of tool calls, which are other ones in each session."""
-    kept: dict[str, Any] = {key: value for key, value in message.items() if key not in ("tool_call_id", "tool_calls")}
+    """Return a message as text, without the ids of tool calls, which are other ones in each
+    session."""
+    kept: dict[str, Any] = {
+        key: value for key, value in message.items() if key not in ("tool_call_id", "tool_calls")
+    }
     kept["tool_calls"] = [call["function"] for call in message.get("tool_calls") or []]
     return json.dumps(kept, sort_keys=True)

@@ -1,10 +1,11 @@
 """How often tasks are solved, with intervals, and whether two runs on the same tasks differ.
 
-Sessions without a reward do not count. A session solved its task when its reward is at least `SOLVED`. Intervals are of
-95 %. With `FEW_TASKS` tasks or more they say what other tasks of the kind would give, with fewer they hold for these
-tasks alone. Those of solved tasks follow from the beta-binomial model: the chances of the tasks have a Beta
-distribution, of which every mean and every spread is as likely as another one. Those of a difference are Student's t
-over the tasks. For few tasks they have Jeffreys' prior for rewards of 0 and 1, and else Student's t over the sessions.
+Sessions without a reward do not count. A session solved its task when its reward is at least
+`SOLVED`. Intervals are of 95 %. With `FEW_TASKS` tasks or more they say what other tasks of the
+kind would give, with fewer they hold for these tasks alone. Those of solved tasks follow from the
+beta-binomial model: the chances of the tasks have a Beta distribution, of which every mean and
+every spread is as likely as another one. Those of a difference are Student's t over the tasks. For
+few tasks they have Jeffreys' prior for rewards of 0 and 1, and else Student's t over the sessions.
 """
 
 from collections import Counter, defaultdict
@@ -51,8 +52,9 @@ class Interval:
 class PassRow:
     """Chances over `k` sessions of a task, as means over the tasks with a reward.
 
-    `pass_at` is the chance that one of them at least solves it (Chen et al., arXiv 2107.03374), `pass_all` that all of
-    them do (Yao et al., arXiv 2406.12045). Both are without bias for tasks with more sessions than `k`.
+    `pass_at` is the chance that one of them at least solves it (Chen et al., arXiv 2107.03374),
+    `pass_all` that all of them do (Yao et al., arXiv 2406.12045). Both are without bias for tasks
+    with more sessions than `k`.
     """
 
     k: int
@@ -101,7 +103,9 @@ def pass_rows(rewards: Mapping[str, Sequence[float]]) -> list[PassRow]:
     return rows
 
 
-def _chance(values: Numbers, means: Numbers, weights: Numbers, rng: np.random.Generator) -> Interval:
+def _chance(
+    values: Numbers, means: Numbers, weights: Numbers, rng: np.random.Generator
+) -> Interval:
     """Return the mean of the tasks' values, with the interval of `means` with these weights.
 
     With many tasks it has Student's t in it, which needs no model of the tasks.
@@ -114,7 +118,9 @@ def _chance(values: Numbers, means: Numbers, weights: Numbers, rng: np.random.Ge
         other = _interval(values, np.clip(_over_tasks(values, rng), 0, 1))
         low = min(low, other.low)
         high = max(high, other.high)
-    return Interval(float(value), float(min(low, value)), float(max(high, value)))  # 32 of 32 ends at 1
+    return Interval(
+        float(value), float(min(low, value)), float(max(high, value))
+    )  # 32 of 32 ends at 1
 
 
 _CELLS = 50
@@ -151,7 +157,9 @@ def _beta_grid(tasks: Sequence[tuple[int, int]]) -> tuple[Numbers, Numbers, Numb
         for axis, among in enumerate((likely.any(axis=1), likely.any(axis=0)[:-1])):
             if among.any():
                 cells = np.flatnonzero(among)
-                bounds[axis] = lows[axis] + sizes[axis] / _CELLS * np.array([cells[0], cells[-1] + 1])
+                bounds[axis] = lows[axis] + sizes[axis] / _CELLS * np.array(
+                    [cells[0], cells[-1] + 1]
+                )
     return a.ravel(), b.ravel(), weights.ravel()
 
 
@@ -163,7 +171,8 @@ def _over_tasks(values: Numbers, rng: np.random.Generator) -> Numbers:
 
 
 def _shares(tasks: Sequence[tuple[int, int]], rng: np.random.Generator) -> Numbers:
-    """Return draws of the chance of a session, shape (tasks, draws); many tasks that are all alike count as one."""
+    """Return draws of the chance of a session, shape (tasks, draws); many tasks that are all alike
+    count as one."""
     n, c = np.array(tasks).T
     if len(tasks) >= FEW_TASKS:
         n, c = n.sum(keepdims=True), c.sum(keepdims=True)
@@ -220,7 +229,10 @@ class Comparison(JupyterMixin):
                 else "No difference is shown: more sessions or tasks may show one."
             )
         )
-        for names, what in ((self.others, "in one of the runs alone"), (self.changed, "changed between the runs")):
+        for names, what in (
+            (self.others, "in one of the runs alone"),
+            (self.changed, "changed between the runs"),
+        ):
             if names:
                 yield f"warning: {len(names)} of the tasks are {what}: {some(names)}"
 
@@ -228,20 +240,24 @@ class Comparison(JupyterMixin):
 def compare_sessions(first: Sequence[Session], second: Sequence[Session]) -> Comparison:
     """Compare the rewards of two runs, paired by task.
 
-    Raises `InputError` when no task has rewards in both, when there are too few sessions for an interval, and for a run
-    with sessions of several policies, such as that of a training.
+    Raises `InputError` when no task has rewards in both, when there are too few sessions for an
+    interval, and for a run with sessions of several policies, such as that of a training.
     """
     for name, sessions in (("first", first), ("second", second)):
         if len(versions := {session.policy_version or "" for session in sessions}) > 1:
             raise InputError(
-                f"the {name} run has sessions of {len(versions)} policy versions "
-                f"({some(sorted(versions))}): take sessions of one with `rolltap filter --policy-version`"
+                f"the {name} run has sessions of {len(versions)} policy versions"
+                f" ({some(sorted(versions))}): take sessions of one with `rolltap filter"
+                " --policy-version`"
             )
     one, two = rewards_of(first), rewards_of(second)
     both = sorted(one.keys() & two.keys())
     if not both:
         raise InputError("no task has sessions with a reward in both runs")
-    digests = [{session.task_id: session.task_digest for session in sessions} for sessions in (first, second)]
+    digests = [
+        {session.task_id: session.task_digest for session in sessions}
+        for sessions in (first, second)
+    ]
     pairs = [(np.array(one[name]), np.array(two[name])) for name in both]
     return Comparison(
         tasks=len(both),
@@ -254,20 +270,29 @@ def compare_sessions(first: Sequence[Session], second: Sequence[Session]) -> Com
 
 
 def _difference(pairs: Sequence[tuple[Numbers, Numbers]]) -> Interval:
-    """Return the mean difference of the rewards of some tasks. Raises `InputError` for too few sessions."""
-    values, rng = np.array([after.mean() - before.mean() for before, after in pairs]), np.random.default_rng(0)
+    """Return the mean difference of the rewards of some tasks. Raises `InputError` for too few
+    sessions."""
+    values, rng = (
+        np.array([after.mean() - before.mean() for before, after in pairs]),
+        np.random.default_rng(0),
+    )
     sides = list(zip(*pairs, strict=True))
     binary = all(set(given) <= {0.0, 1.0} for side in sides for given in side)
     if len(pairs) >= FEW_TASKS and (np.ptp(values) > 0 or not binary):
         return _interval(values, _over_tasks(values, rng))
     if binary:
         before, after = (
-            _shares([(len(given), int(given.sum())) for given in side], rng).mean(axis=0) for side in sides
+            _shares([(len(given), int(given.sum())) for given in side], rng).mean(axis=0)
+            for side in sides
         )
         return _interval(values, after - before)
     if min(len(given) for side in sides for given in side) < 2:
-        raise InputError("there are too few sessions for an interval: give each task several, or more tasks")
-    error = sum(given.var(ddof=1) / len(given) for side in sides for given in side) ** 0.5 / len(pairs)
+        raise InputError(
+            "there are too few sessions for an interval: give each task several, or more tasks"
+        )
+    error = sum(given.var(ddof=1) / len(given) for side in sides for given in side) ** 0.5 / len(
+        pairs
+    )
     freedom = sum(len(given) - 1 for side in sides for given in side)
     return _interval(values, values.mean() + error * rng.standard_t(freedom, DRAWS))
 
@@ -275,5 +300,11 @@ def _difference(pairs: Sequence[tuple[Numbers, Numbers]]) -> Interval:
 def pass_table(rows: Sequence[PassRow], tasks: int) -> Table:
     """Return the table of rows, of a run with so many tasks."""
     cells = [(row.k, str(row.pass_at), str(row.pass_all)) for row in rows]
-    rewarded = f"{rows[0].tasks} tasks" + (f" with rewards, of {tasks}" if rows[0].tasks < tasks else "")
-    return make_table(f"solved, of {rewarded} (95 % interval)", ("k", "pass@k: one of k", "pass^k: all of k"), cells)
+    rewarded = f"{rows[0].tasks} tasks" + (
+        f" with rewards, of {tasks}" if rows[0].tasks < tasks else ""
+    )
+    return make_table(
+        f"solved, of {rewarded} (95 % interval)",
+        ("k", "pass@k: one of k", "pass^k: all of k"),
+        cells,
+    )

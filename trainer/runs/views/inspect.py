@@ -50,7 +50,8 @@ class CallNode:
     """Its place in the order in which the calls of the session started, from 1."""
     call_id: str
     parent_id: str | None
-    """Parent by the tokens, as for traces: the call whose prompt and completion are a prefix of this prompt."""
+    """Parent by the tokens, as for traces: the call whose prompt and completion are a prefix of
+    this prompt."""
     role: str
     kind: str
     kind_reason: str | None
@@ -79,18 +80,22 @@ class SessionView(JupyterMixin):
     policy_versions: list[str]
     """All weights that sampled tokens of its calls, in the order of their first use."""
     suspicions: dict[str, int]
-    """Rule -> how often the session matched it: of its row; of its calls so far while it has none."""
+    """Rule -> how often the session matched it: of its row; of its calls so far while it has none.
+    """
     revisions: list[Session] = field(repr=False)
     """All rows of the session, the one that counts last."""
     diff: str | None
     """File with the agent's changes, relative to the run folder; None when there is none."""
     trained: Sequence[TrainedSession] = field(repr=False)
-    """The optimizer steps that took the session, by the table `trained`. With one, `ledger` is that of the newest."""
+    """The optimizer steps that took the session, by the table `trained`. With one, `ledger` is that
+    of the newest."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON values."""
         steps = [step.to_json() for step in self.trained]
-        values: dict[str, Any] = json.loads(json_text(asdict(replace(self, trained=())) | {"trained": steps}))
+        values: dict[str, Any] = json.loads(
+            json_text(asdict(replace(self, trained=())) | {"trained": steps})
+        )
         return values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -110,7 +115,8 @@ class SessionView(JupyterMixin):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token at which a prompt differs from the tokens that its session recorded before."""
+    """The first token at which a prompt differs from the tokens that its session recorded
+    before."""
 
     call_id: str
     """The earlier call whose prompt and completion share the longest prefix with the prompt."""
@@ -176,7 +182,9 @@ def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
     if found:
         raise InputError(f"{len(found)} {what}s of {where} begin with {prefix!r}: {some(found)}")
     near = difflib.get_close_matches(prefix, sorted(ids), n=5, cutoff=0.0)
-    raise InputError(f"{where} has no {what} {prefix!r}" + (f", only {some(near, of=len(ids))}" if near else ""))
+    raise InputError(
+        f"{where} has no {what} {prefix!r}" + (f", only {some(near, of=len(ids))}" if near else "")
+    )
 
 
 def find_session_id(run: Path, prefix: str) -> str:
@@ -192,21 +200,33 @@ def find_session(run: Path, prefix: str) -> RecordedSession:
 def view_session(run: Path, prefix: str) -> SessionView:
     """Return the view of the session with this id or unique prefix of it.
 
-    Raises `InputError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
+    Raises `InputError` for an unknown id, `RunError` when the folder cannot be read and
+    `LedgerError`.
     """
     recorded = find_session(run, prefix)
     with SessionIndex(run, TABLE) as trained, SessionIndex(run, "events") as events:
         return show_session(
-            run, recorded, session_events(events, recorded.session_id), trained_steps(trained, recorded.session_id)
+            run,
+            recorded,
+            session_events(events, recorded.session_id),
+            trained_steps(trained, recorded.session_id),
         )
 
 
 def show_session(
-    run: Path, recorded: RecordedSession, events: Sequence[Mapping[str, Any]], steps: Sequence[TrainedSession]
+    run: Path,
+    recorded: RecordedSession,
+    events: Sequence[Mapping[str, Any]],
+    steps: Sequence[TrainedSession],
 ) -> SessionView:
-    """Return the view of a session. `events` are its own, `steps` those that took it. Raises as `view_session`."""
-    ledger = steps[-1].ledger if steps else trace_session(recorded, TraceOptions()).rewarded().ledger
-    spans = [span for call in recorded.calls for span in call.weight_versions if span.end > span.start]
+    """Return the view of a session. `events` are its own, `steps` those that took it. Raises as
+    `view_session`."""
+    ledger = (
+        steps[-1].ledger if steps else trace_session(recorded, TraceOptions()).rewarded().ledger
+    )
+    spans = [
+        span for call in recorded.calls for span in call.weight_versions if span.end > span.start
+    ]
     versions = list(dict.fromkeys(span.version for span in spans))
     diff = f"logs/{recorded.session_id}.diff"
     return SessionView(
@@ -231,12 +251,15 @@ def _has_file(run: Path, name: str) -> bool:
 
 
 def session_events(index: SessionIndex, session_id: str | None) -> list[dict[str, Any]]:
-    """Return the events of a session, with `EVENT_COLUMNS` and `call_id`; with None those without a session."""
+    """Return the events of a session, with `EVENT_COLUMNS` and `call_id`; with None those without a
+    session."""
     batches = index.batches(session_id, (*EVENT_COLUMNS, "call_id"))
     return [event for batch in batches for event in batch_rows(batch)]
 
 
-def session_suspicions(recorded: RecordedSession, events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def session_suspicions(
+    recorded: RecordedSession, events: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
     """Return the suspicions in the session's row, or of its calls and events so far."""
     if recorded.session is not None:
         return suspected(recorded.session)
@@ -245,12 +268,16 @@ def session_suspicions(recorded: RecordedSession, events: Sequence[Mapping[str, 
 
 
 def view_call(run: Path, session: str, prefix: str, *, full: bool = False) -> CallView:
-    """Return the view of a call, by a unique prefix of its session's id, and one of its own or its number; with `full`,
-    of its whole conversation and prompt. Raises as `view_session`."""
+    """Return the view of a call, by a unique prefix of its session's id, and one of its own or its
+    number; with `full`, of its whole conversation and prompt. Raises as `view_session`."""
     recorded = find_session(run, session)
     number = _find_call(recorded, prefix)
     view = show_call(run, recorded.calls, number, judge_calls(recorded.calls)[1][number])
-    return replace(view, messages=rebuild_conversations(recorded.calls)[number].messages(), full=True) if full else view
+    return (
+        replace(view, messages=rebuild_conversations(recorded.calls)[number].messages(), full=True)
+        if full
+        else view
+    )
 
 
 def _find_call(recorded: RecordedSession, given: str) -> int:
@@ -262,7 +289,8 @@ def _find_call(recorded: RecordedSession, given: str) -> int:
 
 
 def show_call(run: Path, calls: Sequence[Call], number: int, left_out: str | None) -> CallView:
-    """Return the view of the call `calls[number]` of a session. `left_out` is the reason that `judge_calls` gives."""
+    """Return the view of the call `calls[number]` of a session. `left_out` is the reason that
+    `judge_calls` gives."""
     call = calls[number]
     return CallView(
         call=call,
@@ -279,7 +307,9 @@ def show_call(run: Path, calls: Sequence[Call], number: int, left_out: str | Non
 def tool_names(call: Call) -> list[str] | None:
     """Return the names of the tools shown to the model; None when they are the parent's."""
     given = call.parsed_tools
-    return None if given is None else [str(tool.get("function", tool).get("name")) for tool in given]
+    return (
+        None if given is None else [str(tool.get("function", tool).get("name")) for tool in given]
+    )
 
 
 def call_nodes(calls: Sequence[Call]) -> list[CallNode]:
@@ -313,17 +343,24 @@ def call_nodes(calls: Sequence[Call]) -> list[CallNode]:
 
 
 def first_words(call: Call) -> str:
-    """Return the start of a call's reply in one line: its text, else its tool calls, else its reasoning."""
+    """Return the start of a call's reply in one line: its text, else its tool calls, else its
+    reasoning."""
     message = json.loads(call.reply) if call.reply else {}
     functions = [tool_call["function"] for tool_call in message.get("tool_calls") or []]
     written = ", ".join(f"{function['name']}({function['arguments']})" for function in functions)
-    text = " ".join((message.get("content") or "").split()) or written or message.get("reasoning_content") or ""
+    text = (
+        " ".join((message.get("content") or "").split())
+        or written
+        or message.get("reasoning_content")
+        or ""
+    )
     line = " ".join(text.split())
     return line if len(line) <= FIRST_WORDS else line[: FIRST_WORDS - 1] + "…"
 
 
 def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
-    """Return where the prompt of `call` differs from the completed calls that started before it, or None without any.
+    """Return where the prompt of `call` differs from the completed calls that started before it, or
+    None without any.
 
     Of calls that share equally long prefixes with it, the last one is compared.
     """
@@ -338,7 +375,9 @@ def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
         call_id=earlier[best].call_id,
         position=position,
         common=list(call.prompt_ids[max(position - BEFORE, 0) : position]),
-        recorded=[*earlier[best].prompt_ids, *earlier[best].completion_ids][position : position + AFTER],
+        recorded=[*earlier[best].prompt_ids, *earlier[best].completion_ids][
+            position : position + AFTER
+        ],
         rendered=list(call.prompt_ids[position : position + AFTER]),
     )
 
@@ -359,7 +398,8 @@ def load_decoder(run: Path) -> Decoder | None:
 
 
 def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:
-    """Return the call tree. A chain of calls is one node, a line a call; branches are the nodes below it."""
+    """Return the call tree. A chain of calls is one node, a line a call; branches are the nodes
+    below it."""
     ids = [node.call_id for node in nodes]
     length = next((n for n in range(_SHORT_ID, 64) if len({i[:n] for i in ids}) == len(ids)), 64)
     children: defaultdict[str | None, list[CallNode]] = defaultdict(list)
@@ -396,8 +436,11 @@ def _label(node: CallNode, length: int) -> Text:
     return label
 
 
-def render_call(view: CallView, decode: Decoder | None, *, coloured: bool = True) -> Iterator[RenderableType]:
-    """Yield the parts of a call: facts, divergence, messages, reply, tokens. Without a decoder tokens are shown as ids.
+def render_call(
+    view: CallView, decode: Decoder | None, *, coloured: bool = True
+) -> Iterator[RenderableType]:
+    """Yield the parts of a call: facts, divergence, messages, reply, tokens. Without a decoder
+    tokens are shown as ids.
 
     Without colours each token is a line.
     """
@@ -413,7 +456,9 @@ def render_call(view: CallView, decode: Decoder | None, *, coloured: bool = True
     yield Rule("tokens")
     first = 0 if view.full else max(call.prefix_length, len(call.prompt_ids) - CONTEXT_TOKENS)
     yield (
-        context(call, decode, first).append(completion(call, decode)) if coloured else token_lines(call, decode, first)
+        context(call, decode, first).append(completion(call, decode))
+        if coloured
+        else token_lines(call, decode, first)
     )
     legend = Text("\n")
     if view.left_out:
@@ -421,15 +466,19 @@ def render_call(view: CallView, decode: Decoder | None, *, coloured: bool = True
     if coloured:
         legend.append("context", "dim").append("  log-probability: ")
     for least, colour in _LIKELY if coloured else ():
-        legend.append(f" {least:g} and more " if least > float("-inf") else " less ", f"reverse {colour}")
+        legend.append(
+            f" {least:g} and more " if least > float("-inf") else " less ", f"reverse {colour}"
+        )
     if decode is None:
-        legend.append("\ntoken ids, as the tokenizer of the run's model is not on this machine", "dim")
+        legend.append(
+            "\ntoken ids, as the tokenizer of the run's model is not on this machine", "dim"
+        )
     yield legend
 
 
 def token_lines(call: Call, decode: Decoder | None, first: int) -> Text:
-    """Return a line for each token of prompt and completion from `first` on: its position, id, text as JSON, and
-    log-probability, which only sampled tokens have. What is not known is `-`."""
+    """Return a line for each token of prompt and completion from `first` on: its position, id, text
+    as JSON, and log-probability, which only sampled tokens have. What is not known is `-`."""
     logprobs = [*["-"] * len(call.prompt_ids), *(f"{logprob:.6g}" for logprob in call.logprobs)]
     lines = ["position id text logprob"]
     tokens = zip_longest([*call.prompt_ids, *call.completion_ids], logprobs, fillvalue="-")
@@ -443,15 +492,22 @@ def context(call: Call, decode: Decoder | None, first: int) -> Text:
     """Return the tokens of the prompt from `first` on. Their mask is 0."""
     hidden, shown = first - call.prefix_length, list(call.prompt_ids[first:])
     text = Text(f"({hidden} tokens) … " if hidden > 0 else "", "dim italic")
-    return text.append("".join(f"{token} " for token in shown) if decode is None else decode(shown), "dim")
+    return text.append(
+        "".join(f"{token} " for token in shown) if decode is None else decode(shown), "dim"
+    )
 
 
 def completion(call: Call, decode: Decoder | None) -> Text:
-    """Return the completion, each token in the colour of its log-probability; without a decoder its ids."""
+    """Return the completion, each token in the colour of its log-probability; without a decoder its
+    ids."""
     text = Text()
-    for token, logprob in zip_longest(call.completion_ids, call.logprobs[: len(call.completion_ids)]):
+    for token, logprob in zip_longest(
+        call.completion_ids, call.logprobs[: len(call.completion_ids)]
+    ):
         written = f"{token} " if decode is None else decode([token]) or f"<{token}>"
-        colour = next((colour for least, colour in _LIKELY if logprob is not None and logprob >= least), "")
+        colour = next(
+            (colour for least, colour in _LIKELY if logprob is not None and logprob >= least), ""
+        )
         text.append(written, colour)
     return text
 
@@ -463,16 +519,23 @@ def _facts(view: CallView) -> Table:
         "call": call.call_id,
         "session": call.session_id,
         "role": f"{call.role} {f'({call.role_evidence})' if call.role_evidence else ''}",
-        "prompt": f"{call.kind}, {len(call.prompt_ids)} tokens, {call.prefix_length} of them its parent's",
+        "prompt": (
+            f"{call.kind}, {len(call.prompt_ids)} tokens, {call.prefix_length} of them its parent's"
+        ),
         "why": call.kind_reason,
         "parent": call.parent_id,
         "previous call": view.previous,
         "next call": view.next,
         "status": ", ".join(filter(None, [call.status, call.finish_reason, call.error])),
         "violation": call.violation,
-        "completion": f"{len(call.completion_ids)} tokens, sum of log-probabilities {sum(call.logprobs):.3f}",
+        "completion": (
+            f"{len(call.completion_ids)} tokens, sum of log-probabilities {sum(call.logprobs):.3f}"
+        ),
         "weights": ", ".join(spans),
-        "request": f"{call.dialect} {call.host}{call.path} {call.model}{' streamed' if call.stream else ''}",
+        "request": (
+            f"{call.dialect} {call.host}{call.path}"
+            f" {call.model}{' streamed' if call.stream else ''}"
+        ),
         "sampling": call.sampling,
         "tools": None if view.tools is None else ", ".join(view.tools) or "none",
         "started": call.started_at.isoformat(),
@@ -482,7 +545,10 @@ def _facts(view: CallView) -> Table:
 
 
 def _difference(difference: Divergence, decode: Decoder | None) -> Text:
-    text = Text(f"The prompt agrees with call {difference.call_id} up to token {difference.position}.\n", "bold")
+    text = Text(
+        f"The prompt agrees with call {difference.call_id} up to token {difference.position}.\n",
+        "bold",
+    )
     text.append(f"  common    {written(difference.common, decode)}\n", "dim")
     text.append(f"  recorded  {written(difference.recorded, decode)}\n", "green")
     text.append(f"  rendered  {written(difference.rendered, decode)}\n", "red")

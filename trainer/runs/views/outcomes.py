@@ -1,4 +1,5 @@
-"""Outcomes, rewards, evidence, suspicions and provenance as tables: of the sessions of a run, and of one session."""
+"""Outcomes, rewards, evidence, suspicions and provenance as tables: of the sessions of a run, and
+of one session."""
 
 import json
 from collections import Counter, defaultdict
@@ -15,7 +16,14 @@ from rolltap.trainer.console import IdTable
 from rolltap.trainer.runs.suspicions.rules import RULES
 from rolltap.trainer.traces.sessions import session_reward
 
-_COMPARED = ("harness", "harness_version", "program_digest", "task_digest", "runtime", "image_digest")
+_COMPARED = (
+    "harness",
+    "harness_version",
+    "program_digest",
+    "task_digest",
+    "runtime",
+    "image_digest",
+)
 """Fields that are the same in all sessions of a group whose rewards can be compared."""
 _MOST_NAMED = 3
 _MOST_ROWS = 50
@@ -49,7 +57,8 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """A part of the rewards: the number of sessions with a reward that have it, and its mean over them."""
+    """A part of the rewards: the number of sessions with a reward that have it, and its mean over
+    them."""
 
     name: str
     sessions: int
@@ -90,7 +99,9 @@ class MixedGroup:
 def outcome_rows(sessions: Sequence[Session]) -> list[OutcomeRow]:
     """Return a row for each status that occurs, in the order of `SessionStatus`."""
     means = _means((session.status, session) for session in sessions)
-    return [OutcomeRow(status, *means[status]) for status in get_args(SessionStatus) if status in means]
+    return [
+        OutcomeRow(status, *means[status]) for status in get_args(SessionStatus) if status in means
+    ]
 
 
 def task_rows(sessions: Iterable[Session]) -> list[TaskRow]:
@@ -100,26 +111,35 @@ def task_rows(sessions: Iterable[Session]) -> list[TaskRow]:
 
 
 def _means(named: Iterable[tuple[str, Session]]) -> dict[str, tuple[int, int, float | None]]:
-    """Return for each name the number of its sessions, of those with a reward, and the mean of the rewards."""
+    """Return for each name the number of its sessions, of those with a reward, and the mean of the
+    rewards."""
     rewards: defaultdict[str, list[float | None]] = defaultdict(list)
     for name, session in named:
         rewards[name].append(session_reward(session))
-    known = {name: [reward for reward in given if reward is not None] for name, given in rewards.items()}
-    return {name: (len(rewards[name]), len(given), fmean(given) if given else None) for name, given in known.items()}
+    known = {
+        name: [reward for reward in given if reward is not None] for name, given in rewards.items()
+    }
+    return {
+        name: (len(rewards[name]), len(given), fmean(given) if given else None)
+        for name, given in known.items()
+    }
 
 
 def part_rows(sessions: Iterable[Session]) -> list[PartRow]:
     """Return a row for each part of the rewards, by name."""
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for session in sessions:
-        if session_reward(session) is not None:  # several judges leave the parts of those that could judge
+        if (
+            session_reward(session) is not None
+        ):  # several judges leave the parts of those that could judge
             for name, value in session.parts.items():
                 parts[name].append(value)
     return [PartRow(name, len(values), fmean(values)) for name, values in sorted(parts.items())]
 
 
 def suspicion_rows(suspicions: Iterable[Mapping[str, int]]) -> list[SuspicionRow]:
-    """Return a row for each rule that a session matched, in the order of the rules; unknown ones last.
+    """Return a row for each rule that a session matched, in the order of the rules; unknown ones
+    last.
 
     `suspicions` are rule -> count of each session.
     """
@@ -130,13 +150,17 @@ def suspicion_rows(suspicions: Iterable[Mapping[str, int]]) -> list[SuspicionRow
         matches.update(counts)
     texts = {rule.name: (rule.looks_for, rule.cannot_see) for rule in RULES}
     order = [name for name in [*texts, *sorted(sessions.keys() - texts.keys())] if sessions[name]]
-    return [SuspicionRow(name, sessions[name], matches[name], *texts.get(name, ("", ""))) for name in order]
+    return [
+        SuspicionRow(name, sessions[name], matches[name], *texts.get(name, ("", "")))
+        for name in order
+    ]
 
 
 def provenance_rows(sessions: Iterable[Session]) -> list[ProvenanceRow]:
     """Return a row for each program and place, by their names."""
     counts = Counter(
-        (each.harness, each.harness_version, each.program_digest, each.runtime, each.image_digest) for each in sessions
+        (each.harness, each.harness_version, each.program_digest, each.runtime, each.image_digest)
+        for each in sessions
     )
     return [ProvenanceRow(*key, count) for key, count in sorted(counts.items())]
 
@@ -152,7 +176,10 @@ def mixed_groups(sessions: Iterable[Session]) -> list[MixedGroup]:
             groups[session.group_id].append(session)
     mixed = []
     for group_id, members in sorted(groups.items()):
-        values = {name: sorted({getattr(session, name) for session in members} - {""}) for name in _COMPARED}
+        values = {
+            name: sorted({getattr(session, name) for session in members} - {""})
+            for name in _COMPARED
+        }
         if different := {name: found for name, found in values.items() if len(found) > 1}:
             mixed.append(MixedGroup(group_id, different))
     return mixed
@@ -169,9 +196,13 @@ def outcome_tables(
     """Yield the tables of a run that have rows."""
     for what, rows in (("outcome", outcomes), ("task", tasks)):
         if rows:
-            cells = [(*astuple(each)[:3], number(each.mean_reward, "")) for each in rows[:_MOST_ROWS]]
+            cells = [
+                (*astuple(each)[:3], number(each.mean_reward, "")) for each in rows[:_MOST_ROWS]
+            ]
             cut = f": the first {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else ""
-            counts = IdTable(what, "sessions", "with a reward", "mean reward", title=f"{what}s{cut}")
+            counts = IdTable(
+                what, "sessions", "with a reward", "mean reward", title=f"{what}s{cut}"
+            )
             for row in cells:
                 counts.add_row(*(Text(str(cell)) for cell in row))
             yield counts
@@ -183,17 +214,28 @@ def outcome_tables(
         matched = [(row.rule, row.sessions, row.matches, row.looks_for) for row in suspicions]
         yield make_table("suspicions: no proof, look at the sessions", columns, matched)
     if any(row.harness_version or row.runtime for row in provenance):
-        programs = [{**asdict(row), "program_digest": row.program_digest[:_SHORT]}.values() for row in provenance]
-        table = make_table("provenance", ("harness", "version", "program", "runtime", "image", "sessions"), programs)
+        programs = [
+            {**asdict(row), "program_digest": row.program_digest[:_SHORT]}.values()
+            for row in provenance
+        ]
+        table = make_table(
+            "provenance",
+            ("harness", "version", "program", "runtime", "image", "sessions"),
+            programs,
+        )
         if mixed:
             table.caption = Text(_warning(mixed), "red")
         yield table
 
 
 def fact_tables(
-    session: Session | None, suspicions: Mapping[str, int], diff: str | None, revisions: Sequence[Session]
+    session: Session | None,
+    suspicions: Mapping[str, int],
+    diff: str | None,
+    revisions: Sequence[Session],
 ) -> Iterator[Table]:
-    """Yield the tables of a session that have rows. `diff` is the file with the agent's changes, if there is one."""
+    """Yield the tables of a session that have rows. `diff` is the file with the agent's changes, if
+    there is one."""
     if session is not None:
         row = asdict(session)
         facts = [(name, row[name]) for name in _FACTS if row[name]]
@@ -205,16 +247,23 @@ def fact_tables(
             yield make_table("session", ("", ""), facts)
         if evidence := [*_evidence_rows(row["evidence"]), *([("diff", diff)] if diff else [])]:
             yield make_table("evidence", ("", ""), evidence)
-    if matched := [(r.rule, r.matches, r.looks_for, r.cannot_see) for r in suspicion_rows([suspicions])]:
+    if matched := [
+        (r.rule, r.matches, r.looks_for, r.cannot_see) for r in suspicion_rows([suspicions])
+    ]:
         yield make_table("suspicions", ("rule", "matches", "looks for", "cannot see"), matched)
     if len(revisions) > 1:
-        ends = [each.finished_at.isoformat(timespec="seconds") if each.finished_at else "" for each in revisions]
+        ends = [
+            each.finished_at.isoformat(timespec="seconds") if each.finished_at else ""
+            for each in revisions
+        ]
         rewards = ["none" if each.reward is None else f"{each.reward:g}" for each in revisions]
         rows = [
             (each.revision, each.status, reward, end)
             for each, reward, end in zip(revisions, rewards, ends, strict=True)
         ]
-        yield make_table("rows of the session: the last counts", ("revision", "status", "reward", "ended"), rows)
+        yield make_table(
+            "rows of the session: the last counts", ("revision", "status", "reward", "ended"), rows
+        )
 
 
 def phase_seconds(session: Session) -> dict[str, float]:
@@ -234,21 +283,30 @@ def named_counts(numbers: Mapping[str, int]) -> str:
 
 
 def _evidence_rows(evidence: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the evidence. That of several judges follows, with their names before it."""
+    """Yield names and texts of the evidence. That of several judges follows, with their names
+    before it."""
     for name, value in evidence.items():
         if name == "judges" and isinstance(value, dict):
             for judge, part in value.items():
                 yield from _evidence_rows(part, f"{prefix}{judge}: ")
         elif name == "tests" and isinstance(value, dict):
             counts = Counter(value.values())
-            yield f"{prefix}tests", ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-            if bad := [f"{test}: {outcome}" for test, outcome in value.items() if outcome != "passed"]:
+            yield (
+                f"{prefix}tests",
+                ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())),
+            )
+            if bad := [
+                f"{test}: {outcome}" for test, outcome in value.items() if outcome != "passed"
+            ]:
                 yield f"{prefix}tests not passed", _listed(bad)
         elif isinstance(value, list):
             if value:
                 yield f"{prefix}{name}", _listed(value)
         elif value is not None and value != "" and value != {}:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield (
+                f"{prefix}{name}",
+                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+            )
 
 
 def _listed(values: Sequence[object]) -> str:
@@ -258,12 +316,13 @@ def _listed(values: Sequence[object]) -> str:
 
 def _warning(mixed: Sequence[MixedGroup]) -> str:
     named = "; ".join(
-        f"{group.group_id}: " + ", ".join(f"{name} {' and '.join(found)}" for name, found in group.values.items())
+        f"{group.group_id}: "
+        + ", ".join(f"{name} {' and '.join(found)}" for name, found in group.values.items())
         for group in mixed[:_MOST_NAMED]
     )
     return (
-        f"{len(mixed)} groups mix programs, tasks or places, so that their rewards compare these and not the policy: "
-        f"{named}{' …' if len(mixed) > _MOST_NAMED else ''}"
+        f"{len(mixed)} groups mix programs, tasks or places, so that their rewards compare these"
+        f" and not the policy: {named}{' …' if len(mixed) > _MOST_NAMED else ''}"
     )
 
 

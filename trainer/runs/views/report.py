@@ -1,4 +1,5 @@
-"""A run in numbers: counts, rewards by policy version, one line a session, the ledger; and its rewards as a picture.
+"""A run in numbers: counts, rewards by policy version, one line a session, the ledger; and its
+rewards as a picture.
 
 `rich` prints a summary as tables.
 """
@@ -54,7 +55,8 @@ from rolltap.trainer.traces.trained import TrainedSession, read_trained
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """Prompt tokens that the engine took from its prefix cache, of the calls of one kind of one harness."""
+    """Prompt tokens that the engine took from its prefix cache, of the calls of one kind of one
+    harness."""
 
     harness: str
     """Empty when it is not known."""
@@ -63,22 +65,29 @@ class CacheRow:
     share: float | None
     """Cached tokens of a prompt token."""
     unused: bool
-    """True when next to nothing of the parents' tokens came from the cache: see `CachedPrompts.unused`."""
+    """True when next to nothing of the parents' tokens came from the cache: see
+    `CachedPrompts.unused`."""
 
 
 def cache_table(rows: Sequence[CacheRow]) -> Table:
     """Return the table, with a caption when a cache is next to unused."""
     shares = ["" if row.share is None else f"{row.share:.1%}" for row in rows]
-    cells = [(row.harness, row.kind, row.prompts.prompt_tokens, share) for row, share in zip(rows, shares, strict=True)]
+    cells = [
+        (row.harness, row.kind, row.prompts.prompt_tokens, share)
+        for row, share in zip(rows, shares, strict=True)
+    ]
     table = make_table(
-        "prompt tokens from the engine's prefix cache", ("harness", "prompts", "tokens", "cached"), cells
+        "prompt tokens from the engine's prefix cache",
+        ("harness", "prompts", "tokens", "cached"),
+        cells,
     )
     unused = sorted({row.harness or "unknown" for row in rows if row.unused})
     if unused:
         table.caption = Text(
-            f"Continued calls ({', '.join(unused)}) take next to nothing from the cache: each turn computes its whole "
-            "prompt again. Check that the engine caches prefixes of this model (--enable-prefix-caching), has memory "
-            "for them, and that sessions stay on one engine.",
+            f"Continued calls ({', '.join(unused)}) take next to nothing from the cache: each turn"
+            " computes its whole prompt again. Check that the engine caches prefixes of this model"
+            " (--enable-prefix-caching), has memory for them, and that sessions stay on one"
+            " engine.",
             "red",
         )
     return table
@@ -90,12 +99,15 @@ MOST_SESSIONS = 50
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """Counts of one session. What is of the session's row is None when only its calls were recorded.
+    """Counts of one session. What is of the session's row is None when only its calls were
+    recorded.
 
     Attributes:
-        ledger: As the newest optimizer step trained its tokens; as a training would, when no step took the session.
+        ledger: As the newest optimizer step trained its tokens; as a training would, when no step
+            took the session.
         suspicions: Rule -> count.
-        step: The newest optimizer step that took the session, by the table `trained`; None when there is none.
+        step: The newest optimizer step that took the session, by the table `trained`; None when
+            there is none.
         advantage, reason: Those of the session in that step.
     """
 
@@ -116,7 +128,8 @@ class SessionRow:
 
 
 Sort = Literal["started", "reward", "tokens", "calls", "task"]
-"""Orders of sessions: by their start, the highest reward, the most tokens or calls first, or by task."""
+"""Orders of sessions: by their start, the highest reward, the most tokens or calls first, or by
+task."""
 
 
 _ORDERS: dict[Sort, Callable[[SessionRow], Any]] = {
@@ -129,12 +142,19 @@ _ORDERS: dict[Sort, Callable[[SessionRow], Any]] = {
 
 
 def session_table(rows: Sequence[SessionRow]) -> Table:
-    """Return the table of the first `MOST_SESSIONS` sessions. The column of suspicions is there if one has any."""
+    """Return the table of the first `MOST_SESSIONS` sessions. The column of suspicions is there if
+    one has any."""
     suspected = any(row.suspicions for row in rows)
     columns = ["session", "status", "reward", "calls", "tokens", "harness", "bridged/rendered"]
     columns += ["suspicions"] if suspected else []
-    cut = f"the first {MOST_SESSIONS} of {len(rows)}; --json has all" if len(rows) > MOST_SESSIONS else None
-    table = IdTable(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
+    cut = (
+        f"the first {MOST_SESSIONS} of {len(rows)}; --json has all"
+        if len(rows) > MOST_SESSIONS
+        else None
+    )
+    table = IdTable(
+        *columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False
+    )
     for row in rows[:MOST_SESSIONS]:
         table.add_row(
             Text(row.session_id),
@@ -165,25 +185,29 @@ class Summary(JupyterMixin):
     """Counts over a run.
 
     Attributes:
-        rendered: Reason why prompts were rendered in full, with ids and numbers replaced by an ellipsis ->
-            number of calls.
-        uncaptured_calls: Requests that look like model calls and were not answered by the recorder. Each is a
-            gap in the record.
+        rendered: Reason why prompts were rendered in full, with ids and numbers replaced by an
+            ellipsis -> number of calls.
+        uncaptured_calls: Requests that look like model calls and were not answered by the recorder.
+            Each is a gap in the record.
         retried: Requests that received the reply of an earlier call. That call is recorded once.
         continued: Failures of an engine during a call after which the call continued.
-        switched: Calls of sessions whose adapter the engine no longer had, and which continued with other weights.
-        rejected: Requests to a model API that were refused for what they asked, before a call began.
+        switched: Calls of sessions whose adapter the engine no longer had, and which continued with
+            other weights.
+        rejected: Requests to a model API that were refused for what they asked, before a call
+            began.
         hidden: Calls with images, audio or files, of which the model got a text instead.
-        faults: Requests to a model API that failed because of the engine, the recorder or the machine.
+        faults: Requests to a model API that failed because of the engine, the recorder or the
+            machine.
         unauthorised: Requests with bad proxy credentials.
         interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
-        cache: By harness and kind of call; only calls whose engine says what it took from its cache.
-        outcomes: Of the sessions that have a row, as all that follows here, with the exception of `suspicions`, which
-            counts sessions without a row too, by their calls so far.
+        cache: By harness and kind of call; only calls whose engine says what it took from its
+            cache.
+        outcomes: Of the sessions that have a row, as all that follows here, with the exception of
+            `suspicions`, which counts sessions without a row too, by their calls so far.
         mixed: Groups whose sessions ran other programs, tasks or places.
         session_rows: In the order in which the sessions started, or in that of `summarize`.
-        trained: The optimizer steps that took these sessions, by the table `trained`. With it `ledger` has the tokens
-            of a session as its newest step trained them.
+        trained: The optimizer steps that took these sessions, by the table `trained`. With it
+            `ledger` has the tokens of a session as its newest step trained them.
     """
 
     sessions: dict[str, int]
@@ -222,20 +246,27 @@ class Summary(JupyterMixin):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.steps:
             columns = ("policy version", "sessions", "mean reward", "best reward")
-            steps = [(s.policy_version, s.sessions, number(s.mean_reward), number(s.best_reward)) for s in self.steps]
+            steps = [
+                (s.policy_version, s.sessions, number(s.mean_reward), number(s.best_reward))
+                for s in self.steps
+            ]
             yield make_table("reward", columns, steps)
         if self.session_rows:
             yield session_table(self.session_rows)
         if self.trained:
             yield step_table(self.trained)
         yield _count_table(self)
-        yield from outcome_tables(self.outcomes, self.tasks, self.parts, self.suspicions, self.provenance, self.mixed)
+        yield from outcome_tables(
+            self.outcomes, self.tasks, self.parts, self.suspicions, self.provenance, self.mixed
+        )
         if self.passes:
             yield pass_table(self.passes, len(self.tasks))
         if self.cache:
             yield cache_table(self.cache)
         if self.rendered:
-            yield make_table("", ("why prompts were rendered", "calls"), Counter(self.rendered).most_common())
+            yield make_table(
+                "", ("why prompts were rendered", "calls"), Counter(self.rendered).most_common()
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +275,8 @@ class SessionDigest:
 
     Attributes:
         session: The session's row; None when only its calls were recorded.
-        counts: Name of a count of `Summary`, or `events` -> its values -> how often the session has them.
+        counts: Name of a count of `Summary`, or `events` -> its values -> how often the session has
+            them.
         cached: Kind of call -> its prompts.
         started_at: Start of the session; of its first call when it has no row.
     """
@@ -257,14 +289,20 @@ class SessionDigest:
 
 
 def digest_session(
-    traced: TracedSession, events: Sequence[Mapping[str, Any]], trained: TrainedSession | None = None
+    traced: TracedSession,
+    events: Sequence[Mapping[str, Any]],
+    trained: TrainedSession | None = None,
 ) -> SessionDigest:
-    """Return the digest of a session and its `session_events`. `trained` is the session in its newest step."""
+    """Return the digest of a session and its `session_events`. `trained` is the session in its
+    newest step."""
     session, calls = traced.recorded.session, traced.recorded.calls
     kinds = Counter[str](call.kind for call in calls)
     row = SessionRow(
         session_id=traced.recorded.session_id,
-        **{name: getattr(session, name, None) for name in ("task_id", "group_id", "harness", "status")},
+        **{
+            name: getattr(session, name, None)
+            for name in ("task_id", "group_id", "harness", "status")
+        },
         reward=traced.reward,
         calls=len(calls),
         bridged=kinds["bridged"],
@@ -276,7 +314,9 @@ def digest_session(
     counts = {
         "calls": Counter[str](call.status for call in calls),
         "kinds": kinds,
-        "rendered": Counter(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered"),
+        "rendered": Counter(
+            _without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered"
+        ),
         "roles": Counter[str](call.role for call in calls),
         "violations": Counter(call.violation for call in calls if call.violation),
         **_count_events(events, calls),
@@ -290,13 +330,16 @@ def digest_session(
     )
 
 
-def summarize(run: Path, *, task: str | None = None, group: str | None = None, sort: Sort = "started") -> Summary:
-    """Return the summary of a run; with `task` or `group`, an id or a unique prefix, of the sessions that have it.
+def summarize(
+    run: Path, *, task: str | None = None, group: str | None = None, sort: Sort = "started"
+) -> Summary:
+    """Return the summary of a run; with `task` or `group`, an id or a unique prefix, of the
+    sessions that have it.
 
     Events without a session are then left out. Memory is that of one session.
 
-    Raises `RunError` when the folder cannot be read, `InputError` for a task or group that it does not have, and
-    `LedgerError`.
+    Raises `RunError` when the folder cannot be read, `InputError` for a task or group that it does
+    not have, and `LedgerError`.
     """
     sessions = None if task is None and group is None else chosen_sessions(run, task, group)
     trained = read_trained(run)
@@ -305,15 +348,22 @@ def summarize(run: Path, *, task: str | None = None, group: str | None = None, s
         digests = []
         for traced in iter_traces(run, TraceOptions(), sessions):
             session_id = traced.recorded.session_id
-            digests.append(digest_session(traced, session_events(index, session_id), newest.get(session_id)))
-        others = set(index.session_ids) - {digest.row.session_id for digest in digests} if sessions is None else ()
+            digests.append(
+                digest_session(traced, session_events(index, session_id), newest.get(session_id))
+            )
+        others = (
+            set(index.session_ids) - {digest.row.session_id for digest in digests}
+            if sessions is None
+            else ()
+        )
         further = [event for session_id in others for event in session_events(index, session_id)]
     summary = summarize_digests(digests, further, trained)
     return replace(summary, session_rows=sorted(summary.session_rows, key=_ORDERS[sort]))
 
 
 def chosen_sessions(run: Path, task: str | None, group: str | None) -> set[str]:
-    """Return the ids of the sessions of a task and a group, if given. Raises `InputError` for one without sessions."""
+    """Return the ids of the sessions of a task and a group, if given. Raises `InputError` for one
+    without sessions."""
     chosen = list(load_sessions(run).values())
     for name, prefix in (("task", task), ("group", group)):
         if prefix is not None:
@@ -326,9 +376,11 @@ def chosen_sessions(run: Path, task: str | None, group: str | None) -> set[str]:
 def follow_sessions(
     run: Path, task: str | None = None, group: str | None = None, *, wait: Callable[[], object]
 ) -> Iterator[Session]:
-    """Yield the rows of the sessions, then each further one; `wait` is called when there is none. It does not end.
+    """Yield the rows of the sessions, then each further one; `wait` is called when there is none.
+    It does not end.
 
-    `task` and `group` are whole ids: no session may have them yet. Raises `RunError` when the folder cannot be read.
+    `task` and `group` are whole ids: no session may have them yet. Raises `RunError` when the
+    folder cannot be read.
     """
     read_metadata(run)
     scan, seen = TableScan(run, "sessions"), set[tuple[str, int]]()
@@ -337,7 +389,11 @@ def follow_sessions(
             for row in (row for _, batch in commits.batches for row in batch_rows(batch)):
                 session = make_session(row)
                 key = session.session_id, session.revision  # a compacted file is read again
-                if key not in seen and task in (None, session.task_id) and group in (None, session.group_id):
+                if (
+                    key not in seen
+                    and task in (None, session.task_id)
+                    and group in (None, session.group_id)
+                ):
                     seen.add(key)
                     yield session
         wait()
@@ -348,7 +404,8 @@ def summarize_digests(
     further: Sequence[Mapping[str, Any]] = (),
     trained: Sequence[TrainedSession] = (),
 ) -> Summary:
-    """Return the summary of sessions, of `further` events, of no session among them, and of the steps that took them.
+    """Return the summary of sessions, of `further` events, of no session among them, and of the
+    steps that took them.
 
     `trained` are the sessions of the run's optimizer steps, by step; others may be among them.
     """
@@ -366,7 +423,10 @@ def summarize_digests(
     kinds = counts["events"]
     return Summary(
         sessions=dict(Counter(session.status for session in sessions)),
-        **{name: dict(counts[name]) for name in ("calls", "kinds", "rendered", "roles", "violations", "refused")},
+        **{
+            name: dict(counts[name])
+            for name in ("calls", "kinds", "rendered", "roles", "violations", "refused")
+        },
         uncaptured_calls=kinds["uncaptured"],
         retried=kinds["joined"] + kinds["replayed"],
         continued=kinds["continued"],
@@ -378,11 +438,18 @@ def summarize_digests(
         interrupted=kinds["interrupted"],
         ledger=sum((row.ledger for row in rows), Ledger()),
         steps=reward_steps(sessions),
-        cache=[CacheRow(*key, prompts, prompts.share, prompts.unused) for key, prompts in sorted(cached.items())],
+        cache=[
+            CacheRow(*key, prompts, prompts.share, prompts.unused)
+            for key, prompts in sorted(cached.items())
+        ],
         outcomes=outcome_rows(sessions),
         tasks=task_rows(sessions),
         # a training has sessions of many policies
-        passes=pass_rows(rewards_of(sessions)) if len({session.policy_version for session in sessions}) == 1 else [],
+        passes=(
+            pass_rows(rewards_of(sessions))
+            if len({session.policy_version for session in sessions}) == 1
+            else []
+        ),
         parts=part_rows(sessions),
         suspicions=suspicion_rows(row.suspicions for row in rows),
         provenance=provenance_rows(sessions),
@@ -393,12 +460,17 @@ def summarize_digests(
     )
 
 
-def _count_events(events: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()) -> dict[str, Counter[str]]:
+def _count_events(
+    events: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()
+) -> dict[str, Counter[str]]:
     """Count events by kind, and calls that began and are not among `calls` as `interrupted`."""
     kinds = Counter[str](event["kind"] for event in events)
     began = {event["call_id"] for event in events if event["kind"] == "call_started"}
     kinds["interrupted"] = len(began - {call.call_id for call in calls})
-    return {"events": kinds, "refused": Counter(event["host"] for event in events if event["kind"] == "refused")}
+    return {
+        "events": kinds,
+        "refused": Counter(event["host"] for event in events if event["kind"] == "refused"),
+    }
 
 
 def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
@@ -415,7 +487,8 @@ def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
 
 
 def weights_name(session: Session) -> str:
-    """Return the policy version of a session without its attempt: the attempts at a step have the same weights.
+    """Return the policy version of a session without its attempt: the attempts at a step have the
+    same weights.
 
     A version of another form stays as it is. Without one the name is `default`, as in vLLM.
     """
@@ -458,7 +531,8 @@ def _count_table(summary: Summary) -> Table:
 
 
 def _ledger_lines(summary: Summary) -> list[tuple[str, int]]:
-    """Return the lines of the ledger. What steps have trained is told from what is still to train."""
+    """Return the lines of the ledger. What steps have trained is told from what is still to
+    train."""
     taken = [row for row in summary.session_rows if row.step is not None]
     lines = summary.ledger.lines()
     if taken:

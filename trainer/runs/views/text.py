@@ -1,4 +1,5 @@
-"""The text of recorded token ids: pieces that are whole characters, by the bytes that each token stands for."""
+"""The text of recorded token ids: pieces that are whole characters, by the bytes that each token
+stands for."""
 
 import re
 from collections.abc import Sequence
@@ -11,24 +12,31 @@ from rolltap.addons.errors import install_command
 from rolltap.addons.store.metadata import read_metadata
 
 Piece = list[Any]
-"""Text, number of tokens, and for some a third entry: the hex of the bytes of a character that is split over tokens or
-is incomplete; "special" for a token that is no text, such as an end of turn."""
+"""Text, number of tokens, and for some a third entry: the hex of the bytes of a character that is
+split over tokens or is incomplete; "special" for a token that is no text, such as an end of turn.
+"""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 _CUT = "unexpected end of data"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""The alphabet in which byte-level BPE writes its tokens: character -> byte (GPT-2's `bytes_to_unicode`)."""
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(_OTHERS)
+}
+"""The alphabet in which byte-level BPE writes its tokens: character -> byte (GPT-2's
+`bytes_to_unicode`)."""
 
 
 class TokenText:
-    """Text of the tokens of one `tokenizers.Tokenizer`. Keeps the bytes of each token that it has seen."""
+    """Text of the tokens of one `tokenizers.Tokenizer`. Keeps the bytes of each token that it has
+    seen."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._byte_level = tokenizer.decoder is not None and b"ByteLevel" in tokenizer.decoder.__getstate__()
+        self._byte_level = (
+            tokenizer.decoder is not None and b"ByteLevel" in tokenizer.decoder.__getstate__()
+        )
         self._added = tokenizer.get_added_tokens_decoder()
         self._known: dict[int, tuple[bytes, str | None, bool]] = {}
         """Id -> its bytes, their text if they are whole characters, True for a special token."""
@@ -99,8 +107,18 @@ def load_text(run: Path) -> TokenText | str:
         # of another form; it takes seconds to import
         from transformers import AutoTokenizer
 
-        return TokenText(AutoTokenizer.from_pretrained(model, local_files_only=True).backend_tokenizer)
+        return TokenText(
+            AutoTokenizer.from_pretrained(model, local_files_only=True).backend_tokenizer
+        )
     except ImportError as error:
-        return f"token text needs packages that are not installed ({error}): {install_command('record')}"
-    except Exception as error:  # of the libraries, which raise whatever they like for a damaged file
-        return f"the tokenizer of {model!r} is not on this machine ({str(error).partition(chr(10))[0]})"
+        return (
+            f"token text needs packages that are not installed ({error}):"
+            f" {install_command('record')}"
+        )
+    except (
+        Exception
+    ) as error:  # of the libraries, which raise whatever they like for a damaged file
+        return (
+            f"the tokenizer of {model!r} is not on this machine"
+            f" ({str(error).partition(chr(10))[0]})"
+        )

@@ -1,6 +1,8 @@
-"""A training, step by step: the metrics that it wrote, and the tokens that its optimizer steps trained.
+"""A training, step by step: the metrics that it wrote, and the tokens that its optimizer steps
+trained.
 
-Both are in the run folder of the training. A training from recorded runs has no sessions of its own in it.
+Both are in the run folder of the training. A training from recorded runs has no sessions of its own
+in it.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,8 +21,8 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.trained import TrainedSession, read_trained
 
 METRICS = "metrics.jsonl"
-"""Name of the file in the folder. It has one JSON object a line, in the order of the steps: `step`, the number of
-optimizer steps taken, and the metrics by name. A number that JSON lacks is null."""
+"""Name of the file in the folder. It has one JSON object a line, in the order of the steps: `step`,
+the number of optimizer steps taken, and the metrics by name. A number that JSON lacks is null."""
 EVALUATION = "evaluation"
 """Run folder in that of a training, with the sessions of its evaluations."""
 _MOST_STEPS = 50
@@ -55,8 +57,11 @@ def read_training(folder: str | Path) -> TrainingView | None:
     return TrainingView(metrics, steps) if metrics or steps else None
 
 
-def step_rows(trained: Sequence[TrainedSession], sessions: Collection[str] | None = None) -> list[StepRow]:
-    """Return a row for each step. `trained` are by step; with `sessions`, only those of these ids count."""
+def step_rows(
+    trained: Sequence[TrainedSession], sessions: Collection[str] | None = None
+) -> list[StepRow]:
+    """Return a row for each step. `trained` are by step; with `sessions`, only those of these ids
+    count."""
     counted = [each for each in trained if sessions is None or each.session_id in sessions]
     rows = []
     for step, group in groupby(counted, key=lambda each: each.step):
@@ -68,24 +73,38 @@ def step_rows(trained: Sequence[TrainedSession], sessions: Collection[str] | Non
 def session_step_table(steps: Sequence[TrainedSession]) -> Table:
     """Return the table of the steps of a session."""
     cells = [
-        (row.step, row.version, number(row.advantage), row.trained, named_counts(row.ledger.left_out)) for row in steps
+        (
+            row.step,
+            row.version,
+            number(row.advantage),
+            row.trained,
+            named_counts(row.ledger.left_out),
+        )
+        for row in steps
     ]
-    return make_table("trained steps", ("step", "from the weights", "advantage", "tokens", "left out"), cells)
+    return make_table(
+        "trained steps", ("step", "from the weights", "advantage", "tokens", "left out"), cells
+    )
 
 
 def step_table(rows: Sequence[StepRow]) -> Table:
     """Return the table of the last steps."""
     cells = [
-        (row.step, row.sessions, row.sampled, row.trained, named_counts(row.left_out)) for row in rows[-_MOST_STEPS:]
+        (row.step, row.sessions, row.sampled, row.trained, named_counts(row.left_out))
+        for row in rows[-_MOST_STEPS:]
     ]
     cut = f": the last {_MOST_STEPS} of {len(rows)}" if len(rows) > _MOST_STEPS else ""
-    return make_table(f"trained steps{cut}", ("step", "sessions", "sampled", "trained", "left out"), cells)
+    return make_table(
+        f"trained steps{cut}", ("step", "sessions", "sampled", "trained", "left out"), cells
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines, oldest first; none when there is no file. A last line that is being written is left out.
+    """Return the lines, oldest first; none when there is no file. A last line that is being written
+    is left out.
 
-    Raises `RunError` for a file that cannot be read, and for a line that is not a JSON object with a step.
+    Raises `RunError` for a file that cannot be read, and for a line that is not a JSON object with
+    a step.
     """
     try:
         *lines, _ = read_file(path.parent, path.name).split(b"\n")
@@ -98,6 +117,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             values = parse_object(line, _Line)
         except ValueError as error:
-            raise RunError(f"{path}, line {place} is not a step's metrics: correct or remove it ({error})") from error
+            raise RunError(
+                f"{path}, line {place} is not a step's metrics: correct or remove it ({error})"
+            ) from error
         read.append(values)
     return read

@@ -1,4 +1,7 @@
-"""Exit status 0 is the reward 1, and 1 is 0. It runs where the agent never was, with the agent's answer.txt."""
+"""Exit status 0 is the reward 1, and 1 is 0.
+
+It runs where the agent never was, with the agent's answer.txt.
+"""
 
 import sys
 from pathlib import Path

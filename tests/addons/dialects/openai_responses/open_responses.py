@@ -1,8 +1,18 @@
-"""The shapes of the specification of Open Responses (openresponses.org), of 24 April 2026. More fields are allowed."""
+"""The shapes of the specification of Open Responses (openresponses.org), of 24 April 2026. More
+fields are allowed."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+)
 
 Number = StrictInt | StrictFloat
 Effort = Literal["none", "low", "medium", "high", "xhigh"]
@@ -170,7 +180,9 @@ class Event(Model):
 
 
 class ResponseEvent(Event):
-    type: Literal["response.created", "response.in_progress", "response.completed", "response.incomplete"]
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete"
+    ]
     response: Response
 
 

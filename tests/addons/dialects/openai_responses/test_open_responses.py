@@ -1,4 +1,5 @@
-"""The cases of Open Responses' compliance suite (openresponses.org), of 24 April 2026, against a real endpoint.
+"""The cases of Open Responses' compliance suite (openresponses.org), of 24 April 2026, against a
+real endpoint.
 
 One of its 17 cases sends no request: it says that a message may have a `phase`.
 """
@@ -16,10 +17,15 @@ WEATHER = {
     "type": "function",
     "name": "get_weather",
     "description": "Get the current weather for a location",
-    "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"location": {"type": "string"}},
+        "required": ["location"],
+    },
 }
 CALL = (
-    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "SF"}}\n</tool_call>'
+    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"location":'
+    ' "SF"}}\n</tool_call>'
 )
 TRIGGER = {"type": "compaction_trigger"}
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -38,9 +44,19 @@ ASKED = {
     ],
     "system-prompt": [said("system", "You are a pirate."), said("user", "Say hello.")],
     "image-input": [
-        said("user", [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PIXEL}])
+        said(
+            "user",
+            [
+                {"type": "input_text", "text": "What is it?"},
+                {"type": "input_image", "image_url": PIXEL},
+            ],
+        )
     ],
-    "multi-turn": [said("user", "I am Alice."), said("assistant", "Hello Alice!"), said("user", "What is my name?")],
+    "multi-turn": [
+        said("user", "I am Alice."),
+        said("assistant", "Hello Alice!"),
+        said("user", "What is my name?"),
+    ],
 }
 
 
@@ -56,7 +72,8 @@ async def ask(harness, *items, **fields):
 
 
 def checked(events):
-    """Return the last response of a stream, all of whose events have the shape of the specification."""
+    """Return the last response of a stream, all of whose events have the shape of the
+    specification."""
     for event in events:
         AnyEvent.validate_python(event)
     return Response.model_validate(events[-1]["response"])
@@ -71,12 +88,16 @@ async def test_a_question_gets_a_whole_response(harness, case):
 
 async def test_a_tool_is_called(harness, scripted_engine):
     scripted_engine.replies.append(Say(CALL))
-    response = await ask(harness, said("user", "What's the weather like in San Francisco?"), tools=[WEATHER])
+    response = await ask(
+        harness, said("user", "What's the weather like in San Francisco?"), tools=[WEATHER]
+    )
     assert [item.type for item in response.output] == ["reasoning", "function_call"]
 
 
 @pytest.mark.parametrize("text", ["1, 2, 3, 4, 5", CALL])
-async def test_the_events_of_a_stream_have_the_shape_of_the_specification(harness, scripted_engine, text):
+async def test_the_events_of_a_stream_have_the_shape_of_the_specification(
+    harness, scripted_engine, text
+):
     scripted_engine.replies.append(Say(text))
     asked = {"model": "m", "input": ASKED["basic-response"], "tools": [WEATHER], "stream": True}
     _, stream = await harness.send(asked, path=PATH)
@@ -85,7 +106,9 @@ async def test_the_events_of_a_stream_have_the_shape_of_the_specification(harnes
 
 async def test_a_reply_that_is_not_stored_is_continued_by_its_id(harness):
     first = await ask(harness, said("user", "Remember cobalt."), store=False)
-    again = await ask(harness, said("user", "Which word?"), store=False, previous_response_id=first.id)
+    again = await ask(
+        harness, said("user", "Which word?"), store=False, previous_response_id=first.id
+    )
     assert again.previous_response_id == first.id
     assert harness.calls()[-1]["kind"] == "bridged"
 
@@ -101,17 +124,21 @@ HISTORY = [said("user", "We launch on Tuesday."), said("assistant", "Understood.
 
 async def test_a_conversation_is_compacted(harness, scripted_engine):
     scripted_engine.replies.append(Say("<think>\nWhat matters?\n</think>\n\nLaunch: Tuesday."))
-    status, body = await post(harness, COMPACT, model="m", prompt_cache_key="compact-test", input=HISTORY)
+    status, body = await post(
+        harness, COMPACT, model="m", prompt_cache_key="compact-test", input=HISTORY
+    )
     assert status == 200, body
     assert [item.type for item in Compacted.model_validate(body).output] == ["compaction"]
 
 
 async def test_a_compaction_begins_a_new_chain(harness, scripted_engine):
     scripted_engine.replies.append(Say("The word is slate."))
-    _, body = await post(harness, COMPACT, model="m", input=[*HISTORY, said("user", "Compress this.")])
+    _, body = await post(
+        harness, COMPACT, model="m", input=[*HISTORY, said("user", "Compress this.")]
+    )
     response = await ask(harness, *body["output"], said("user", "Go on."), store=False, tools=[])
     assert (response.status, response.previous_response_id) == ("completed", None)
-    (summary, asked) = json.loads(harness.calls()[-1]["messages"])
+    summary, asked = json.loads(harness.calls()[-1]["messages"])
     assert (summary["content"].endswith("The word is slate."), asked["content"]) == (True, "Go on.")
 
 
@@ -147,11 +174,19 @@ async def test_a_response_repeats_what_was_asked_and_a_run_does_not_hold_it(harn
     assert repeated.pop("tools")[0] == {**WEATHER, "strict": None}
     assert repeated.pop("reasoning") == {"effort": "low", "summary": None}
     assert repeated == {key: ANYTHING[key] for key in repeated}
-    assert "secret" not in b"".join(path.read_bytes() for path in harness.run.glob("*.arrow")).decode("latin-1")
+    assert "secret" not in b"".join(
+        path.read_bytes() for path in harness.run.glob("*.arrow")
+    ).decode("latin-1")
 
 
 async def test_only_the_last_event_of_a_stream_repeats_what_is_long(harness):
-    asked = {**ANYTHING, "model": "m", "input": "Hi", "stream": True, "metadata": {"long": "x" * 10_000}}
+    asked = {
+        **ANYTHING,
+        "model": "m",
+        "input": "Hi",
+        "stream": True,
+        "metadata": {"long": "x" * 10_000},
+    }
     _, stream = await harness.send(asked, path=PATH)
     *growing, last = [event for event in events_of(stream.encode()) if "response" in event]
     assert {event["type"] for event in growing} == {"response.created", "response.in_progress"}
@@ -161,9 +196,20 @@ async def test_only_the_last_event_of_a_stream_repeats_what_is_long(harness):
 
 @pytest.mark.parametrize("value", ["x", True, [5], {"a": 1}, 1e9, 10**300, None])
 async def test_a_value_that_the_api_does_not_have_is_not_repeated(harness, value):
-    fields = ("temperature", "top_p", "presence_penalty", "store", "truncation", "max_tool_calls", "text", "reasoning")
+    fields = (
+        "temperature",
+        "top_p",
+        "presence_penalty",
+        "store",
+        "truncation",
+        "max_tool_calls",
+        "text",
+        "reasoning",
+    )
     _, body = await post(harness, model="m", input="Hi", **dict.fromkeys(fields, value))
-    Response.model_validate({**body, "truncation": "auto", "text": {"format": {"type": "text"}}, "reasoning": None})
+    Response.model_validate(
+        {**body, "truncation": "auto", "text": {"format": {"type": "text"}}, "reasoning": None}
+    )
 
 
 async def test_a_compaction_is_a_call_of_its_own_that_continues(harness, scripted_engine):
@@ -177,7 +223,15 @@ async def test_a_compaction_is_a_call_of_its_own_that_continues(harness, scripte
     assert {(call["role"], call["kind"], call["parent_id"]) for call in compactions} == {
         ("compaction", "bridged", first["call_id"])
     }
-    assert len({(call["messages"], call["stream"], tuple(call["prompt_tail_ids"])) for call in compactions}) == 1
+    assert (
+        len(
+            {
+                (call["messages"], call["stream"], tuple(call["prompt_tail_ids"]))
+                for call in compactions
+            }
+        )
+        == 1
+    )
     assert triggered.output[0].type == "compaction"
 
 
@@ -186,9 +240,13 @@ async def test_a_long_field_is_not_repeated(harness):
     assert body["metadata"] == {}
 
 
-async def test_a_result_whose_call_a_compaction_stands_for_is_continued_by_its_id(harness, scripted_engine):
+async def test_a_result_whose_call_a_compaction_stands_for_is_continued_by_its_id(
+    harness, scripted_engine
+):
     scripted_engine.replies += [Say("They greeted.")]
-    _, compacted = await post(harness, model="m", input=[{"role": "user", "content": "Hi"}, TRIGGER])
+    _, compacted = await post(
+        harness, model="m", input=[{"role": "user", "content": "Hi"}, TRIGGER]
+    )
     result = {"type": "function_call_output", "call_id": "call_before", "output": "Done."}
     status, body = await post(harness, model="m", input=[*compacted["output"], result])
     assert status == 200

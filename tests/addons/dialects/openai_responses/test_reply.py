@@ -61,7 +61,9 @@ experimental_supported_tools supported_reasoning_levels support_verbosity
 
 
 def entries(*models):
-    body = routes.RESPONSES.encode_models("/backend-api/codex/models?client_version=0.169.0", list(models), 5)
+    body = routes.RESPONSES.encode_models(
+        "/backend-api/codex/models?client_version=0.169.0", list(models), 5
+    )
     return json.loads(body)["models"]
 
 

@@ -4,13 +4,25 @@ import json
 import pytest
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.call import ModelCall, WireTool, assistant_message, message_tool_call, sign
+from rolltap.addons.dialects.call import (
+    ModelCall,
+    WireTool,
+    assistant_message,
+    message_tool_call,
+    sign,
+)
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.openai_responses.reply import REPEATED
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
 
-LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
+LOOK = {
+    "type": "function",
+    "name": "look",
+    "description": "Looks.",
+    "parameters": {"type": "object"},
+    "strict": False,
+}
 PATCH = {
     "type": "custom",
     "name": "patch",
@@ -21,7 +33,10 @@ AGENTS = {
     "type": "namespace",
     "name": "agents",
     "description": "Agents.",
-    "tools": [{**LOOK, "name": "spawn"}, {"type": "custom", "name": "exec", "description": "Runs."}],
+    "tools": [
+        {**LOOK, "name": "spawn"},
+        {"type": "custom", "name": "exec", "description": "Runs."},
+    ],
 }
 SEARCH = {"type": "web_search", "external_web_access": False}
 FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -29,10 +44,17 @@ REQUEST = {
     "model": "gpt-x",
     "instructions": "Be brief.",
     "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Be kind."}],
+        },
         {
             "role": "user",
-            "content": [{"type": "input_text", "text": "Look "}, {"type": "input_text", "text": "there."}],
+            "content": [
+                {"type": "input_text", "text": "Look "},
+                {"type": "input_text", "text": "there."},
+            ],
         },
         {
             "type": "reasoning",
@@ -48,11 +70,26 @@ REQUEST = {
             "content": [{"type": "output_text", "text": "Looking.", "annotations": []}],
             "phase": "commentary",
         },
-        {"type": "function_call", "call_id": "t1", "name": "look", "arguments": '{"at": "\\u00e9",  "n": 1}'},
+        {
+            "type": "function_call",
+            "call_id": "t1",
+            "name": "look",
+            "arguments": '{"at": "\\u00e9",  "n": 1}',
+        },
         {"type": "custom_tool_call", "call_id": "t2", "name": "patch", "input": "+ x"},
-        {"type": "function_call", "call_id": "t3", "namespace": "agents", "name": "spawn", "arguments": "{}"},
+        {
+            "type": "function_call",
+            "call_id": "t3",
+            "namespace": "agents",
+            "name": "spawn",
+            "arguments": "{}",
+        },
         {"type": "function_call_output", "call_id": "t1", "output": "Nothing."},
-        {"type": "custom_tool_call_output", "call_id": "t2", "output": [{"type": "input_text", "text": "Done."}]},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "t2",
+            "output": [{"type": "input_text", "text": "Done."}],
+        },
         {"type": "function_call_output", "call_id": "t3", "output": ""},
     ],
     "tools": [LOOK, PATCH, AGENTS, SEARCH],
@@ -68,7 +105,9 @@ REQUEST = {
 
 
 def decode(**changes):
-    return routes.RESPONSES.decode(parse_object(json.dumps({**REQUEST, **changes}).encode()), "/v1/responses")
+    return routes.RESPONSES.decode(
+        parse_object(json.dumps({**REQUEST, **changes}).encode()), "/v1/responses"
+    )
 
 
 def decode_items(*items, **changes):
@@ -95,7 +134,11 @@ class TestDecode:
             ],
             tools=[
                 function_tool("look", "Looks.", {"type": "object"}),
-                function_tool("patch", "Patches.\n\nThe input must match this grammar:\nstart: LINE+", FREEFORM),
+                function_tool(
+                    "patch",
+                    "Patches.\n\nThe input must match this grammar:\nstart: LINE+",
+                    FREEFORM,
+                ),
                 function_tool("agents__spawn", "Looks.", {"type": "object"}),
                 function_tool("agents__exec", "Runs.", FREEFORM),
             ],
@@ -126,7 +169,9 @@ class TestDecode:
     def test_several_texts_of_one_turn_are_paragraphs(self):
         summary = [{"type": "summary_text", "text": "x"}, {"type": "summary_text", "text": "y"}]
         said = {"role": "assistant", "content": "a"}
-        (message,) = decode_items({"type": "reasoning", "summary": summary}, said, {"type": "reasoning"}, said)
+        (message,) = decode_items(
+            {"type": "reasoning", "summary": summary}, said, {"type": "reasoning"}, said
+        )
         assert message == {"role": "assistant", "content": "a\n\na", "reasoning_content": "x\n\ny"}
 
     @pytest.mark.parametrize("theirs", ["gAAAAABo", "eHg=", "", None, 5, sign("c7")[:-3]])
@@ -135,20 +180,42 @@ class TestDecode:
         assert message == {"role": "assistant", "content": ""}
 
     def test_tools_may_stand_among_the_items(self):
-        more = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, {**LOOK, "name": "wait"}]}
-        call = decode(instructions=None, input=[more, {"role": "user", "content": "Hi"}], tools=[LOOK])
-        assert [t["function"]["name"] for t in call.tools] == ["look", "agents__spawn", "agents__exec", "wait"]
+        more = {
+            "type": "additional_tools",
+            "role": "developer",
+            "tools": [AGENTS, {**LOOK, "name": "wait"}],
+        }
+        call = decode(
+            instructions=None, input=[more, {"role": "user", "content": "Hi"}], tools=[LOOK]
+        )
+        assert [t["function"]["name"] for t in call.tools] == [
+            "look",
+            "agents__spawn",
+            "agents__exec",
+            "wait",
+        ]
         assert call.messages == [{"role": "user", "content": "Hi"}]
 
     def test_a_tool_replaces_an_earlier_one_with_the_same_name_in_its_place(self):
         call = decode(tools=[{**PATCH, "name": "look"}, LOOK])
         assert call.tools == [function_tool("look", "Looks.", {"type": "object"})]
-        again = decode(tools=[LOOK, {**LOOK, "name": "wait"}, {**LOOK, "description": "Looks again."}])
-        assert [tool["function"]["description"] for tool in again.tools] == ["Looks again.", "Looks."]
+        again = decode(
+            tools=[LOOK, {**LOOK, "name": "wait"}, {**LOOK, "description": "Looks again."}]
+        )
+        assert [tool["function"]["description"] for tool in again.tools] == [
+            "Looks again.",
+            "Looks.",
+        ]
         assert call.wire_tools == {}
 
     def test_a_call_of_a_tool_in_a_namespace_has_its_name_here(self):
-        call = {"type": "function_call", "call_id": "t1", "name": "spawn", "namespace": "agents", "arguments": "{}"}
+        call = {
+            "type": "function_call",
+            "call_id": "t1",
+            "name": "spawn",
+            "namespace": "agents",
+            "arguments": "{}",
+        }
         (message,) = decode_items(call, tools=[])
         assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
@@ -158,8 +225,19 @@ class TestDecode:
         call = decode(
             tools=tools if plain_first else tools[::-1],
             input=[
-                {"type": "function_call", "call_id": "t1", "name": "agents__spawn", "arguments": "{}"},
-                {"type": "function_call", "call_id": "t2", "name": "spawn", "namespace": "agents", "arguments": "{}"},
+                {
+                    "type": "function_call",
+                    "call_id": "t1",
+                    "name": "agents__spawn",
+                    "arguments": "{}",
+                },
+                {
+                    "type": "function_call",
+                    "call_id": "t2",
+                    "name": "spawn",
+                    "namespace": "agents",
+                    "arguments": "{}",
+                },
                 {"type": "function_call_output", "call_id": "t2", "output": "Done."},
             ],
         )
@@ -187,27 +265,46 @@ REFUSED = [
     ({"input": [{"role": "user", "content": "x"}, {"role": "robot"}]}, "'input[1].role'"),
     ({"input": [{"role": "user", "content": 5}]}, "'input[0].content'"),
     ({"input": [{"role": "user", "content": ["x"]}]}, "'input[0].content[0]'"),
-    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "'input[0].content[0].text'"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        "'input[0].content[0].text'",
+    ),
     ({"input": [{"type": "reasoning", "summary": "x"}]}, "'input[0].summary'"),
     ({"input": [{"type": "function_call", "call_id": "t", "arguments": "{}"}]}, "'input[0].name'"),
     ({"input": [{"type": "function_call", "call_id": "t", "name": "x"}]}, "'input[0].arguments'"),
     ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "'input[0].call_id'"),
     ({"input": [{"type": "custom_tool_call", "call_id": "t", "name": "x"}]}, "'input[0].input'"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "'input[0].call_id'"),
-    ({"input": [{"type": "function_call_output", "call_id": "t", "output": {}}]}, "'input[0].output'"),
-    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "'input[0]' has type 'web_search_call'"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "t", "output": {}}]},
+        "'input[0].output'",
+    ),
+    (
+        {"input": [{"type": "web_search_call", "id": "ws_1"}]},
+        "'input[0]' has type 'web_search_call'",
+    ),
     ({"input": [{"type": "additional_tools", "tools": "x"}]}, "'input[0].tools'"),
     ({"instructions": 5}, "'instructions'"),
     ({"tools": "x"}, "'tools'"),
     ({"tools": [LOOK, "x"]}, "'tools[1]'"),
     ({"tools": [{"type": "function"}]}, "'tools[0].name'"),
-    ({"tools": [{"type": "namespace", "name": "n", "tools": [SEARCH]}]}, "'tools[0].tools[0].type'"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [SEARCH]}]},
+        "'tools[0].tools[0].type'",
+    ),
     ({"max_output_tokens": 0}, "'max_output_tokens'"),
     ({"background": True}, "'background'"),
     ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
-    ({"input": [{"role": "user", "content": [TEXT, {"type": "x"}]}]}, "'input[0].content[1]' has type 'x'; this model"),
     (
-        {"input": [{"type": "function_call_output", "call_id": "t", "output": [TEXT, {"type": "x"}]}]},
+        {"input": [{"role": "user", "content": [TEXT, {"type": "x"}]}]},
+        "'input[0].content[1]' has type 'x'; this model",
+    ),
+    (
+        {
+            "input": [
+                {"type": "function_call_output", "call_id": "t", "output": [TEXT, {"type": "x"}]}
+            ]
+        },
         "'input[0].output[1]' has type 'x'; this model takes text only",
     ),
     ({"top_logprobs": 1}, "Unsupported parameter: 'top_logprobs'"),
@@ -216,14 +313,38 @@ REFUSED = [
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = [
     ({"instructions": None, "input": "Hi"}, "messages", [{"role": "user", "content": "Hi"}]),
-    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": 1}}}}, "schema", {"a": 1}),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": 1}}}},
+        "schema",
+        {"a": 1},
+    ),
     ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, "schema", {}),
     ({"text": {"format": {"type": "text"}}}, "schema", None),
     ({"text": {"format": None}}, "schema", None),
 ]
 """Changes of the request, and a field of the decoded call with its value."""
-NAMES = ["type", "role", "content", "summary", "text", "call_id", "name", "namespace", "tools", "arguments", "output"]
-KINDS = ["message", "reasoning", "function_call", "custom_tool_call", "compaction", "compaction_trigger", "namespace"]
+NAMES = [
+    "type",
+    "role",
+    "content",
+    "summary",
+    "text",
+    "call_id",
+    "name",
+    "namespace",
+    "tools",
+    "arguments",
+    "output",
+]
+KINDS = [
+    "message",
+    "reasoning",
+    "function_call",
+    "custom_tool_call",
+    "compaction",
+    "compaction_trigger",
+    "namespace",
+]
 MUTABLE = {
     **REQUEST,
     "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},

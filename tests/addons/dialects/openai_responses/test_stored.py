@@ -18,7 +18,9 @@ from tests.deep import examples
 
 USER, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-LOOK = Reply("", "I look.", [ToolCall("t1", "look", '{"at": 1}'), ToolCall("t2", "look", "{}")], "tool_calls")
+LOOK = Reply(
+    "", "I look.", [ToolCall("t1", "look", '{"at": 1}'), ToolCall("t2", "look", "{}")], "tool_calls"
+)
 RESULT = {"role": "tool", "content": "ok", "tool_call_id": "t1", "name": "look"}
 LOOKED = stored_call("c1", [SYSTEM, USER], LOOK, instructions=True)
 STORED = by_id(LOOKED, stored_call("c2", [RESULT], TALK, parent=LOOKED, instructions=True))
@@ -40,7 +42,9 @@ def test_references_to_all_items_of_a_reply_are_the_reply_sent_back(name):
     reply = REPLIES[name]
     request = {"model": "gpt-x", "input": [USER], "tools": TOOLS}
     call = routes.RESPONSES.decode(parse_object(json.dumps(request).encode()), "/v1/responses")
-    issued = json.loads(routes.RESPONSES.encode_reply(ReplyContext("c9", 5, "", call), reply, Usage(7, 3)))["output"]
+    issued = json.loads(
+        routes.RESPONSES.encode_reply(ReplyContext("c9", 5, "", call), reply, Usage(7, 3))
+    )["output"]
     echoed = routes.RESPONSES.decode(
         parse_object(json.dumps({**request, "input": [USER, *issued]}).encode()), "/v1/responses"
     )
@@ -64,7 +68,14 @@ def test_a_previous_response_is_its_conversation_without_the_instructions():
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
     assert [call.messages[0]["content"], call.messages[-2]["content"]] == ["Be kind.", "Hi."]
     assert call.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
-    assert [message.get("call_id") for message in call.messages] == [None, None, "c1", None, "c2", None]
+    assert [message.get("call_id") for message in call.messages] == [
+        None,
+        None,
+        "c1",
+        None,
+        "c2",
+        None,
+    ]
 
 
 def test_a_result_of_a_call_in_a_previous_response_has_the_name_of_its_tool():
@@ -80,17 +91,33 @@ def test_a_system_message_among_the_items_of_a_previous_response_stays():
 @pytest.mark.parametrize(
     ("fields", "status", "said"),
     [
-        ({"previous_response_id": "resp_c3"}, 400, "Previous response with id 'resp_c3' not found."),
+        (
+            {"previous_response_id": "resp_c3"},
+            400,
+            "Previous response with id 'resp_c3' not found.",
+        ),
         ({"previous_response_id": "c1"}, 400, "Previous response with id 'c1' not found."),
-        ({"previous_response_id": "resp_lost"}, 400, "Previous response with id 'resp_lost' not found."),
+        (
+            {"previous_response_id": "resp_lost"},
+            400,
+            "Previous response with id 'resp_lost' not found.",
+        ),
         ({"previous_response_id": "my secret"}, 400, "a text of 9 characters not found"),
         ({"previous_response_id": 5}, 400, "'previous_response_id' must be a string"),
         ({"previous_response_id": "resp_c1", "prompt": True}, 400, "'prompt' is not supported"),
-        ({"previous_response_id": "resp_c1", "background": True}, 400, "'background' is not supported"),
+        (
+            {"previous_response_id": "resp_c1", "background": True},
+            400,
+            "'background' is not supported",
+        ),
         ({"input": [reference("msg_c1_1")]}, 404, "Item with id 'msg_c1_1' not found."),
         ({"input": [reference("fc_c1_9")]}, 404, "Item with id 'fc_c1_9' not found."),
         ({"input": [USER, reference(None)]}, 400, "'input[1].id' must be a string"),
-        ({"input": [reference("rs_c1_0"), reference("rs_c1_0")]}, 400, "Duplicate item found with id 'rs_c1_0'."),
+        (
+            {"input": [reference("rs_c1_0"), reference("rs_c1_0")]},
+            400,
+            "Duplicate item found with id 'rs_c1_0'.",
+        ),
     ],
 )
 def test_an_id_that_stands_for_nothing_is_refused_in_the_words_of_the_api(fields, status, said):
@@ -107,7 +134,9 @@ MUTABLE = {
     "input": [USER, reference("rs_c1_0"), reference("fc_c1_1"), reference("fc_c1_2"), MORE],
     "previous_response_id": "resp_c2",
 }
-bodies = hostile.bodies([MUTABLE], hostile.values(["item_reference", "rs_c1_0"], ["id", "type"]) | IDS)
+bodies = hostile.bodies(
+    [MUTABLE], hostile.values(["item_reference", "rs_c1_0"], ["id", "type"]) | IDS
+)
 
 
 @given(bodies)

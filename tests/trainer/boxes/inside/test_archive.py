@@ -76,7 +76,9 @@ def content(folder):
 def test_a_folder_arrives_with_its_modes_links_and_names(source, target):
     assert unpack(packed({".": source}), target, ROOM)
     assert content(target) == content(source)
-    assert (target / "src" / "run.sh").stat().st_mtime == pytest.approx((source / "src" / "run.sh").stat().st_mtime)
+    assert (target / "src" / "run.sh").stat().st_mtime == pytest.approx(
+        (source / "src" / "run.sh").stat().st_mtime
+    )
 
 
 def test_parts_have_names_of_their_own_and_a_file_is_one(source, target):

@@ -1,4 +1,5 @@
-"""The filter as data, and in an interpreter of its few instructions. `tests/security` runs programs under it."""
+"""The filter as data, and in an interpreter of its few instructions. `tests/security` runs programs
+under it."""
 
 import errno
 import socket
@@ -41,21 +42,32 @@ def answer(program, number, audit, argument=1):
 def test_exactly_the_calls_of_the_table_fail(machine):
     architecture = ARCHITECTURES[machine]
     program = seccomp_filter(machine)
-    failing = {number for number in range(1000) if answer(program, number, architecture.audit) == DENIED_CALL}
+    failing = {
+        number
+        for number in range(1000)
+        if answer(program, number, architecture.audit) == DENIED_CALL
+    }
     assert failing == {*architecture.numbers, architecture.limits}
     assert len(failing) == len(DENIED) + 1
     assert all(
-        answer(program, number, architecture.audit) == ALLOWED for number in range(1000) if number not in failing
+        answer(program, number, architecture.audit) == ALLOWED
+        for number in range(1000)
+        if number not in failing
     )
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_a_socket_has_one_of_a_few_families_whatever_the_high_half_of_the_argument_says(machine):
     architecture, program = ARCHITECTURES[machine], seccomp_filter(machine)
-    assert [getattr(socket, name) for name in ("AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK")] == list(FAMILIES)
+    assert [
+        getattr(socket, name) for name in ("AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK")
+    ] == list(FAMILIES)
     for number in architecture.sockets:
         for high in (0, 1 << 32):
-            made = {family: answer(program, number, architecture.audit, family | high) for family in range(-1, 100)}
+            made = {
+                family: answer(program, number, architecture.audit, family | high)
+                for family in range(-1, 100)
+            }
             assert {family for family, said in made.items() if said == ALLOWED} == set(FAMILIES)
             assert set(made.values()) == {ALLOWED, 0x00050000 | errno.EAFNOSUPPORT}
 
@@ -63,11 +75,16 @@ def test_a_socket_has_one_of_a_few_families_whatever_the_high_half_of_the_argume
 @pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_a_program_changes_its_own_limits_alone(machine):
     architecture, program = ARCHITECTURES[machine], seccomp_filter(machine)
-    said = {pid: answer(program, architecture.limits, architecture.audit, pid) for pid in (0, 1 << 32, 1, 7, -1)}
+    said = {
+        pid: answer(program, architecture.limits, architecture.audit, pid)
+        for pid in (0, 1 << 32, 1, 7, -1)
+    }
     assert said == {0: ALLOWED, 1 << 32: ALLOWED, 1: DENIED_CALL, 7: DENIED_CALL, -1: DENIED_CALL}
 
 
-@pytest.mark.parametrize(("machine", "audit"), [("x86_64", 0x40000003), ("x86_64", ARM), ("aarch64", X86)])
+@pytest.mark.parametrize(
+    ("machine", "audit"), [("x86_64", 0x40000003), ("x86_64", ARM), ("aarch64", X86)]
+)
 def test_a_program_of_another_architecture_is_killed(machine, audit):
     assert answer(seccomp_filter(machine), 0, audit) == KILLED
 
@@ -86,7 +103,10 @@ def test_no_program_can_make_namespaces_or_sockets_of_other_families():
     profile = {
         "defaultAction": "SCMP_ACT_ERRNO",
         "syscalls": [
-            {"names": ["read", "clone", "unshare", "ptrace", "pidfd_getfd"], "action": "SCMP_ACT_ALLOW"},
+            {
+                "names": ["read", "clone", "unshare", "ptrace", "pidfd_getfd"],
+                "action": "SCMP_ACT_ALLOW",
+            },
             {"names": ["clone3", "setns"], "action": "SCMP_ACT_ALLOW"},
             {"names": ["socket", "socketcall", "prlimit64"], "action": "SCMP_ACT_ALLOW"},
         ],
@@ -96,7 +116,11 @@ def test_no_program_can_make_namespaces_or_sockets_of_other_families():
     assert first["names"] == ["read"]
     assert (limits["names"], limits["args"][0]["value"]) == (["prlimit64"], 0)
     assert (clone["names"], clone["args"][0]["value"]) == (["clone"], 0x7E020000)
-    assert (clone3["names"], clone3["action"], clone3["errnoRet"]) == (["clone3"], "SCMP_ACT_ERRNO", 38)
+    assert (clone3["names"], clone3["action"], clone3["errnoRet"]) == (
+        ["clone3"],
+        "SCMP_ACT_ERRNO",
+        38,
+    )
     assert {tuple(rule["names"]) for rule in sockets} == {("socket", "socketpair")}
     assert [rule["args"][0]["value"] for rule in sockets] == list(FAMILIES)
     assert narrowed["defaultAction"] == "SCMP_ACT_ERRNO"

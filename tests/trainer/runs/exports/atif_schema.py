@@ -1,5 +1,6 @@
-"""ATIF-v1.7 as pydantic models, copied from harbor 0.25.0 (`harbor.models.trajectories`), which needs Python 3.12. Of
-the rules only those are here that a text-only trajectory can break, of the fields those that are written."""
+"""ATIF-v1.7 as pydantic models, copied from harbor 0.25.0 (`harbor.models.trajectories`), which
+needs Python 3.12. Of the rules only those are here that a text-only trajectory can break, of the
+fields those that are written."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
@@ -75,7 +76,11 @@ class Step(Model):
         if self.source != "agent":
             assert not self.model_fields_set & {"reasoning_content", "tool_calls", "metrics"}
         asked = {call.tool_call_id for call in self.tool_calls or []}
-        answered = {result.source_call_id for result in self.observation.results} if self.observation else set()
+        answered = (
+            {result.source_call_id for result in self.observation.results}
+            if self.observation
+            else set()
+        )
         assert answered - {None} <= asked
         return self
 

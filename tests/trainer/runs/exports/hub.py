@@ -1,6 +1,8 @@
-"""A server on loopback with the Hub's routes for pushing to a dataset repository. It keeps the pushed files.
+"""A server on loopback with the Hub's routes for pushing to a dataset repository. It keeps the
+pushed files.
 
-The routes are those that `huggingface_hub` 1 uses: create, info, list, preupload, Git LFS batch and transfer, commit.
+The routes are those that `huggingface_hub` 1 uses: create, info, list, preupload, Git LFS batch and
+transfer, commit.
 """
 
 import base64
@@ -48,7 +50,10 @@ class Hub:
         _, _, _, org, name, *rest = path.split("/")
         repository = f"{org}/{name}"
         if rest[:1] == ["tree"]:
-            return 200, [{"type": "file", "path": path, "size": 1, "oid": "0"} for path in self.files[repository]]
+            return 200, [
+                {"type": "file", "path": path, "size": 1, "oid": "0"}
+                for path in self.files[repository]
+            ]
         if rest[:1] == ["preupload"]:
             files = json.loads(body)["files"]
             for file in files:
@@ -61,17 +66,26 @@ class Hub:
             return 200, {"success": True, "commitOid": "c0ffee", "commitUrl": url, "hookOutput": ""}
         if repository not in self.visible:
             return 404, {"error": "Repository not found"}
-        return 200, {"id": repository, "private": self.visible[repository], "sha": "c0ffee", "siblings": []}
+        return 200, {
+            "id": repository,
+            "private": self.visible[repository],
+            "sha": "c0ffee",
+            "siblings": [],
+        }
 
     def _create(self, asked):
         repository = f"{asked['organization']}/{asked['name']}"
         assert asked["type"] == "dataset"
         if asked["organization"] == "strangers":
-            return 403, {"error": "You don't have the rights to create a dataset under this namespace"}
+            return 403, {
+                "error": "You don't have the rights to create a dataset under this namespace"
+            }
         answer = {"url": f"{self.url}/datasets/{repository}", "id": repository}
         if repository in self.visible:
             return 409, {**answer, "error": "You already created this dataset repo"}
-        self.visible[repository] = asked.get("private") is True or asked.get("visibility") == "private"
+        self.visible[repository] = (
+            asked.get("private") is True or asked.get("visibility") == "private"
+        )
         self.files[repository] = {".gitattributes": b""}
         return 200, answer
 

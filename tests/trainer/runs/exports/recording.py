@@ -7,7 +7,10 @@ from rolltap.trainer.traces.reader import RecordedSession
 from tests.factories import make_call, make_session, write_run
 
 SYSTEM = {"role": "system", "content": "You are an agent."}
-BASH = {"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}
+BASH = {
+    "type": "function",
+    "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}},
+}
 
 
 def user(text):
@@ -19,20 +22,26 @@ def tool(number, text):
 
 
 def says(text, *, reasoning=None, calls=None):
-    """Return an assistant message. `calls` maps the number of a tool call to the JSON text of its arguments."""
+    """Return an assistant message. `calls` maps the number of a tool call to the JSON text of its
+    arguments."""
     message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
-            {"id": f"call_{number}", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": "bash", "arguments": arguments},
+            }
             for number, arguments in calls.items()
         ]
     return message
 
 
 class Recording:
-    """Builder of one session's calls. By default every call samples two tokens, different from those of other calls."""
+    """Builder of one session's calls. By default every call samples two tokens, different from
+    those of other calls."""
 
     def __init__(self, session_id="s", reward=1.0):
         self.session_id = session_id
@@ -40,7 +49,16 @@ class Recording:
         labels = {"task_id": "task", "group_id": "group", "harness": "pi", "policy_version": None}
         self.session = make_session(session_id, reward=reward, **labels)
 
-    def ask(self, *messages, reply=None, after=None, retry_of=None, tools=(BASH,), status="completed", **fields):
+    def ask(
+        self,
+        *messages,
+        reply=None,
+        after=None,
+        retry_of=None,
+        tools=(BASH,),
+        status="completed",
+        **fields,
+    ):
         """Add and return a call whose new messages are `messages`.
 
         It continues the call `after`, if given, and has the prompt of `retry_of`.
@@ -62,7 +80,9 @@ class Recording:
             "tools": None if after else json.dumps(list(tools)),
             "reply": json.dumps(reply) if reply else None,
         }
-        call = make_call(number, new_ids, [1000 + number, 2000 + number], after=after, **{**defaults, **fields})
+        call = make_call(
+            number, new_ids, [1000 + number, 2000 + number], after=after, **{**defaults, **fields}
+        )
         self.calls.append(call)
         return call
 
@@ -75,7 +95,8 @@ CASES = []
 
 
 def case(fill):
-    """Make a function that adds calls to a recording one that returns the recording, and add it to `CASES`."""
+    """Make a function that adds calls to a recording one that returns the recording, and add it to
+    `CASES`."""
 
     @wraps(fill)
     def made():
@@ -90,7 +111,10 @@ def case(fill):
 @case
 def turns_with_tools(recording):
     first = recording.ask(
-        SYSTEM, user("List."), reply=says("", reasoning="I look.", calls={1: '{"command": "ls"}'}), cached_tokens=1
+        SYSTEM,
+        user("List."),
+        reply=says("", reasoning="I look.", calls={1: '{"command": "ls"}'}),
+        cached_tokens=1,
     )
     recording.ask(tool(1, "a.txt"), reply=says("a.txt"), after=first)
 
@@ -157,7 +181,8 @@ def compaction(recording):
 
 @case
 def superseded_retry(recording):
-    """A session whose second request was retried. One reply was lost, the other one is continued."""
+    """A session whose second request was retried. One reply was lost, the other one is
+    continued."""
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
     again = recording.ask(user("More."), after=first, retry_of=lost)
@@ -180,12 +205,15 @@ def unasked_result(recording):
 @case
 def aborted(recording):
     first = recording.ask(SYSTEM, user("Go."))
-    recording.ask(user("More."), after=first, status="aborted", error="the harness closed the connection")
+    recording.ask(
+        user("More."), after=first, status="aborted", error="the harness closed the connection"
+    )
 
 
 @case
 def superseded_by_an_aborted_line(recording):
-    """A session whose second request was retried. One of the replies was continued by an aborted call."""
+    """A session whose second request was retried. One of the replies was continued by an aborted
+    call."""
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
     again = recording.ask(user("More."), after=first, retry_of=lost)
@@ -194,13 +222,17 @@ def superseded_by_an_aborted_line(recording):
 
 @case
 def broken_logprobs(recording):
-    first = recording.ask(SYSTEM, user("Go."), logprobs=[float("nan"), -1.0], violation="log-probability 0 is nan")
+    first = recording.ask(
+        SYSTEM, user("Go."), logprobs=[float("nan"), -1.0], violation="log-probability 0 is nan"
+    )
     recording.ask(user("More."), after=first)
 
 
 @case
 def positive_logprob(recording):
-    recording.ask(user("Go."), logprobs=[-1.0, 0.5], violation="log-probability 1 is positive (0.5)")
+    recording.ask(
+        user("Go."), logprobs=[-1.0, 0.5], violation="log-probability 1 is positive (0.5)"
+    )
 
 
 @case
@@ -213,7 +245,11 @@ def missing_ancestor(recording):
     """A session whose first call is lost. Only the new tokens of the second call are known."""
     first = recording.ask(SYSTEM, user("Go."))
     second = recording.ask(user("More."), after=first)
-    second.violation, second.prompt_ids, second.prefix_length = "parent c0 is not in the run", second.prompt_ids[-2:], 0
+    second.violation, second.prompt_ids, second.prefix_length = (
+        "parent c0 is not in the run",
+        second.prompt_ids[-2:],
+        0,
+    )
     recording.calls = [second]
 
 
@@ -230,5 +266,10 @@ def malformed_arguments(recording):
 
 def write(run, *recordings, **metadata):
     """Write the recordings to a run folder."""
-    rows = [row for recording in recordings for row in (*recording.calls, recording.session) if row is not None]
+    rows = [
+        row
+        for recording in recordings
+        for row in (*recording.calls, recording.session)
+        if row is not None
+    ]
     return write_run(run, *rows, **metadata)

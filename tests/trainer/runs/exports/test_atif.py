@@ -16,17 +16,27 @@ def written(made, model="tiny"):
 
 
 def shown(document):
-    """Return the steps in short form: the call id of an agent step, in parentheses for a copy; otherwise the text."""
+    """Return the steps in short form: the call id of an agent step, in parentheses for a copy;
+    otherwise the text."""
     steps = []
     for step in document["steps"]:
-        name = step["extra"]["call_id"] if step["source"] == "agent" else f"{step['source']}: {step['message']}"
+        name = (
+            step["extra"]["call_id"]
+            if step["source"] == "agent"
+            else f"{step['source']}: {step['message']}"
+        )
         steps.append(f"({name})" if step.get("is_copied_context") else name)
     return steps
 
 
 def after_opening(document):
     """Return the steps after the first messages in one line."""
-    opening = ("system: You are an agent.", "(system: You are an agent.)", "user: Go.", "(user: Go.)")
+    opening = (
+        "system: You are an agent.",
+        "(system: You are an agent.)",
+        "user: Go.",
+        "(user: Go.)",
+    )
     return " | ".join(step for step in shown(document) if step not in opening).replace("user: ", "")
 
 
@@ -36,7 +46,11 @@ def embedded(document):
 
 def references(step):
     results = step.get("observation", {}).get("results", [])
-    return [ref["trajectory_id"] for result in results for ref in result.get("subagent_trajectory_ref", [])]
+    return [
+        ref["trajectory_id"]
+        for result in results
+        for ref in result.get("subagent_trajectory_ref", [])
+    ]
 
 
 class TestTrajectory:
@@ -49,15 +63,23 @@ class TestTrajectory:
         steps = [step for one in trajectories for step in one["steps"] if "metrics" in step]
         steps.sort(key=lambda step: step["extra"]["call_id"])
         names = ("prompt_token_ids", "completion_token_ids")
-        found = [(step["extra"]["call_id"], *(step["metrics"][name] for name in names)) for step in steps]
-        assert found == [(call.call_id, call.prompt_ids, call.completion_ids) for call in made.calls]
+        found = [
+            (step["extra"]["call_id"], *(step["metrics"][name] for name in names)) for step in steps
+        ]
+        assert found == [
+            (call.call_id, call.prompt_ids, call.completion_ids) for call in made.calls
+        ]
 
     @pytest.mark.parametrize(
         ("case", "main", "others"),
         [
             (recording.superseded_start, "c1 | On. | c2", {"c0": "c0"}),
             (recording.superseded_retry, "c0 | More. | c2 | On. | c3", {"c1": "(c0) | More. | c1"}),
-            (recording.taken_back, "c0 | Right, please. | c2 | On. | c3", {"c1": "(c0) | Left. | c1"}),
+            (
+                recording.taken_back,
+                "c0 | Right, please. | c2 | On. | c3",
+                {"c1": "(c0) | Left. | c1"},
+            ),
             (
                 recording.two_conversations,
                 "c0 | More. | c2 | On. | c4",
@@ -75,7 +97,9 @@ class TestTrajectory:
             (recording.missing_ancestor, "More. | c1", {}),
         ],
     )
-    def test_the_line_of_the_last_call_is_the_trajectory_and_the_others_are_embedded(self, case, main, others):
+    def test_the_line_of_the_last_call_is_the_trajectory_and_the_others_are_embedded(
+        self, case, main, others
+    ):
         document = written(case())
         assert after_opening(document) == main
         assert {name: after_opening(line) for name, line in embedded(document).items()} == others
@@ -84,19 +108,43 @@ class TestTrajectory:
         document = written(recording.turns_with_tools())
         assert shown(document) == ["system: You are an agent.", "user: List.", "c0", "c1"]
         step = document["steps"][2]
-        assert (step["message"], step["reasoning_content"], step["llm_call_count"]) == ("", "I look.", 1)
-        tool_call = {"tool_call_id": "call_1", "function_name": "bash", "arguments": {"command": "ls"}}
+        assert (step["message"], step["reasoning_content"], step["llm_call_count"]) == (
+            "",
+            "I look.",
+            1,
+        )
+        tool_call = {
+            "tool_call_id": "call_1",
+            "function_name": "bash",
+            "arguments": {"command": "ls"},
+        }
         assert step["tool_calls"] == [tool_call]
-        assert step["observation"] == {"results": [{"source_call_id": "call_1", "content": "a.txt"}]}
-        assert (step["metrics"]["logprobs"], step["metrics"]["cached_tokens"]) == ([-0.25, -0.25], 1)
-        assert step["metrics"]["extra"] == {"weight_versions": [{"version": "1", "start": 0, "end": 2}]}
+        assert step["observation"] == {
+            "results": [{"source_call_id": "call_1", "content": "a.txt"}]
+        }
+        assert (step["metrics"]["logprobs"], step["metrics"]["cached_tokens"]) == (
+            [-0.25, -0.25],
+            1,
+        )
+        assert step["metrics"]["extra"] == {
+            "weight_versions": [{"version": "1", "start": 0, "end": 2}]
+        }
         assert step["extra"]["requested_model"] == "asked-for"
 
     def test_the_session_is_in_the_agent_and_in_extra(self):
         document = written(recording.turns_with_tools())
-        agent = {"name": "pi", "version": "unknown", "model_name": "tiny", "tool_definitions": [recording.BASH]}
+        agent = {
+            "name": "pi",
+            "version": "unknown",
+            "model_name": "tiny",
+            "tool_definitions": [recording.BASH],
+        }
         assert document["agent"] == agent
-        assert (document["session_id"], document["extra"]["reward"], document["extra"]["task_id"]) == ("s", 1.0, "task")
+        assert (
+            document["session_id"],
+            document["extra"]["reward"],
+            document["extra"]["task_id"],
+        ) == ("s", 1.0, "task")
         assert document["final_metrics"]["total_completion_tokens"] == 4
 
     def test_versions_parts_and_evidence_are_in_it_and_no_path_of_this_machine(self):
@@ -114,7 +162,10 @@ class TestTrajectory:
         document = written(recording.side_question())
         assert references(document["steps"][2]) == ["c1"]
         title = embedded(document)["c1"]
-        assert (title["extra"]["role"], title["steps"][1]["extra"]["left_out"]) == ("auxiliary", "auxiliary")
+        assert (title["extra"]["role"], title["steps"][1]["extra"]["left_out"]) == (
+            "auxiliary",
+            "auxiliary",
+        )
         step = written(recording.subagent())["steps"][2]
         assert references(step) == ["c2"]
         assert step["observation"]["results"][0] == {"source_call_id": "call_1", "content": "seen"}
@@ -128,7 +179,9 @@ class TestTrajectory:
         assert written(recording.unrewarded())["steps"][-1]["extra"]["left_out"] == "no_reward"
 
     def test_what_a_step_has_no_place_for_is_in_its_extra(self):
-        aborted, orphan = (written(case())["steps"] for case in (recording.aborted, recording.missing_ancestor))
+        aborted, orphan = (
+            written(case())["steps"] for case in (recording.aborted, recording.missing_ancestor)
+        )
         assert (aborted[-1]["message"], aborted[-1]["extra"]["status"]) == ("", "aborted")
         assert aborted[-1]["extra"]["error"] == "the harness closed the connection"
         assert orphan[1]["extra"]["incomplete"] == "its parent c0 is not in the run"
@@ -144,7 +197,9 @@ class TestTrajectory:
         made.ask(user("Go."), says("", calls={7: "{}"}), tool(7, "old"), user("Again."))
         steps = written(made)["steps"]
         assert [step.get("is_copied_context") for step in steps] == [None, True, None, None]
-        assert steps[1]["observation"]["results"] == [{"source_call_id": "call_7", "content": "old"}]
+        assert steps[1]["observation"]["results"] == [
+            {"source_call_id": "call_7", "content": "old"}
+        ]
 
     def test_a_step_with_other_tools_has_them(self):
         made = Recording()
@@ -156,7 +211,9 @@ class TestTrajectory:
 
 
 class TestExport:
-    def test_each_session_with_calls_has_a_file_without_a_path_of_this_machine(self, tmp_path, caplog):
+    def test_each_session_with_calls_has_a_file_without_a_path_of_this_machine(
+        self, tmp_path, caplog
+    ):
         model = {"model": "/home/me/models/qwen3-4b"}  # has the name of its folder
         run = write(tmp_path / "run", recording.turns_with_tools(), Recording("empty"), **model)
         (out := tmp_path / "out").mkdir()
@@ -170,7 +227,9 @@ class TestExport:
 
 
 def test_harbors_own_validator_accepts_the_trajectories():
-    validator = pytest.importorskip("harbor.utils.trajectory_validator", reason="harbor needs Python 3.12")
+    validator = pytest.importorskip(
+        "harbor.utils.trajectory_validator", reason="harbor needs Python 3.12"
+    )
     for case in CASES:
         checked = validator.TrajectoryValidator()
         assert checked.validate(written(case())), checked.get_errors()

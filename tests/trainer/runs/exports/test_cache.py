@@ -1,4 +1,5 @@
-"""`datasets` keeps what it loaded by the base name of a folder and its card: two exports must never be one to it."""
+"""`datasets` keeps what it loaded by the base name of a folder and its card: two exports must never
+be one to it."""
 
 import shutil
 
@@ -45,7 +46,10 @@ class TestTwoRunsAndOneCache:
     def test_a_folder_that_is_exported_again_is_another_dataset(self, target, tmp_path):
         for sessions in (2, 5):
             shutil.rmtree(tmp_path / "tables", ignore_errors=True)
-            assert len(LOADERS[target](exported(target, sessions, tmp_path / "tables", tmp_path))) == sessions
+            assert (
+                len(LOADERS[target](exported(target, sessions, tmp_path / "tables", tmp_path)))
+                == sessions
+            )
 
 
 @pytest.mark.parametrize("target", ["parquet", "messages"])

@@ -19,7 +19,9 @@ from tests.factories import write_run as make_run
 from tests.trainer.outgoing import write_run
 from tests.trainer.runs.exports.hub import loopback_hub
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # raised by huggingface_hub itself
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # raised by huggingface_hub itself
 
 
 @pytest.fixture
@@ -50,13 +52,25 @@ def hub(monkeypatch, tmp_path):
 @pytest.fixture
 def push(run):
     command = [str(run), "--to", "hub"]
-    return lambda *options: CliRunner().invoke(export_command, [*command, *options], catch_exceptions=False)
+    return lambda *options: CliRunner().invoke(
+        export_command, [*command, *options], catch_exceptions=False
+    )
 
 
-def test_a_private_repository_gets_the_card_and_the_parquet_of_every_config_and_no_secret(hub, run, tmp_path):
+def test_a_private_repository_gets_the_card_and_the_parquet_of_every_config_and_no_secret(
+    hub, run, tmp_path
+):
     (tmp_path / "tmp").mkdir()
     ended = subprocess.run(
-        [Path(sys.executable).with_name("rolltap"), "export", run, "--to", "hub", "--repo", "org/rollouts"],
+        [
+            Path(sys.executable).with_name("rolltap"),
+            "export",
+            run,
+            "--to",
+            "hub",
+            "--repo",
+            "org/rollouts",
+        ],
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         capture_output=True,
         text=True,
@@ -74,7 +88,9 @@ def test_a_private_repository_gets_the_card_and_the_parquet_of_every_config_and_
     for path, contents in files.items():
         (tmp_path / "clone" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "clone" / path).write_bytes(contents)
-    traces = load_dataset(str(tmp_path / "clone"), "traces", split="train", cache_dir=str(tmp_path / "cache"))
+    traces = load_dataset(
+        str(tmp_path / "clone"), "traces", split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert traces.num_rows == 4
     rows = [pq.read_table(BytesIO(files[path])).to_pylist() for path in parquet]
     pushed = f"{files['README.md'].decode()} {rows}"
@@ -87,7 +103,9 @@ def test_a_repository_is_public_only_with_the_option_and_else_a_public_one_is_re
     assert push("--repo", "org/open", "--public").exit_code == 0
     assert hub.visible == {"org/open": False}
     before = dict(hub.files["org/open"])
-    with pytest.raises(InputError, match="org/open exists and is public: choose another repository"):
+    with pytest.raises(
+        InputError, match="org/open exists and is public: choose another repository"
+    ):
         push("--repo", "org/open")
     assert hub.files["org/open"] == before
     assert push("--repo", "org/open", "--public").exit_code == 0
@@ -105,13 +123,20 @@ def test_pushing_again_replaces_the_files_and_removes_former_shards(hub, push):
 @pytest.mark.parametrize(
     ("repository", "token", "kind", "message"),
     [
-        ("org/r", "", InputError, "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN"),
+        (
+            "org/r",
+            "",
+            InputError,
+            "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN",
+        ),
         ("org/r", "wrong", HubError, "refused org/r: Invalid credentials in Authorization header"),
         ("strangers/r", "hf_secret", HubError, "refused strangers/r: You don't have the rights"),
         ("a/b/c", "hf_secret", InputError, "the repository .a/b/c. is not written as ORG/NAME"),
     ],
 )
-def test_a_push_that_the_hub_refuses_is_a_message(hub, push, monkeypatch, repository, token, kind, message):
+def test_a_push_that_the_hub_refuses_is_a_message(
+    hub, push, monkeypatch, repository, token, kind, message
+):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(kind, match=message):
         push("--repo", repository)
@@ -120,7 +145,9 @@ def test_a_push_that_the_hub_refuses_is_a_message(hub, push, monkeypatch, reposi
 
 def test_a_hub_that_cannot_be_reached_is_a_message(hub, push, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(HubError, match=r"org/r could not be pushed to the Hub at http://127.0.0.1:1: "):
+    with pytest.raises(
+        HubError, match=r"org/r could not be pushed to the Hub at http://127.0.0.1:1: "
+    ):
         push("--repo", "org/r")
 
 
@@ -145,13 +172,30 @@ def test_no_repository_is_created_for_a_folder_that_is_no_run(hub, push, run):
 
 def test_sessions_with_what_looks_like_a_secret_are_left_out_and_named(hub, run, push, caplog):
     key, url = "hf_" + "k3Jx9QvT2mWz7LpB4rYd8NfH6sCg1VaExYz", "https://me:hunter2@example.com"
-    add_rows(run, make_call(0, [7], [8], session_id="leaks", reply=says(f"the key is {key}")), make_session("leaks"))
+    add_rows(
+        run,
+        make_call(0, [7], [8], session_id="leaks", reply=says(f"the key is {key}")),
+        make_session("leaks"),
+    )
     add_rows(run, Event(kind="refused", detail=url))
     push("--repo", "org/rollouts")
-    assert "not pushed: session leaks, which has what looks like a secret (token (hf_...))" in caplog.text
-    assert "not pushed: events without a session, which has what looks like a secret (Password in a URL)" in caplog.text
-    files = {path: content for path, content in hub.files["org/rollouts"].items() if path.endswith(".parquet")}
-    tables = {path.split("/")[0]: pq.read_table(BytesIO(content)).to_pylist() for path, content in files.items()}
+    assert (
+        "not pushed: session leaks, which has what looks like a secret (token (hf_...))"
+        in caplog.text
+    )
+    assert (
+        "not pushed: events without a session, which has what looks like a secret (Password in a"
+        " URL)" in caplog.text
+    )
+    files = {
+        path: content
+        for path, content in hub.files["org/rollouts"].items()
+        if path.endswith(".parquet")
+    }
+    tables = {
+        path.split("/")[0]: pq.read_table(BytesIO(content)).to_pylist()
+        for path, content in files.items()
+    }
     assert {row["session_id"] for row in tables["sessions"]} == {"s", "t"}
     assert not {"leaks", None} & {row["session_id"] for rows in tables.values() for row in rows}
     assert key not in str(tables)
@@ -160,5 +204,7 @@ def test_sessions_with_what_looks_like_a_secret_are_left_out_and_named(hub, run,
 def test_a_run_with_a_secret_in_every_session_is_not_pushed(hub, tmp_path):
     run = make_run(tmp_path / "only", make_call(0, reply=says("AKIA" + "ABCD1234" * 2)))
     with pytest.raises(InputError, match=r"every session of .* nothing is pushed"):
-        CliRunner().invoke(export_command, [str(run), "--to", "hub", "--repo", "org/only"], catch_exceptions=False)
+        CliRunner().invoke(
+            export_command, [str(run), "--to", "hub", "--repo", "org/only"], catch_exceptions=False
+        )
     assert [path for path in hub.files["org/only"] if path.endswith(".parquet")] == []

@@ -30,7 +30,13 @@ class TestSessionConversations:
     def test_a_leaf_has_its_whole_conversation_and_labels(self):
         (line,) = lines(recording.turns_with_tools())
         messages = line.pop("messages")
-        assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
+        assert [message["role"] for message in messages] == [
+            "system",
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+        ]
         assert messages[2]["reasoning_content"] == "I look."
         assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
         assert messages[-1] == says("a.txt")
@@ -70,7 +76,9 @@ class TestSessionConversations:
         first = made.ask(SYSTEM, user("A?"), says("Written."), user("B?"), reply=says("Sampled."))
         made.ask(says("Added."), user("C?"), reply=says("Last."), after=first)
         (line,) = lines(made)
-        texts = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+        texts = [
+            message["content"] for message in line["messages"] if message["role"] == "assistant"
+        ]
         assert texts == ["Written.", "Sampled.", "Added.", "Last."]
         assert [line["messages"][i]["content"] for i in line["context"]] == ["Written.", "Added."]
 
@@ -96,9 +104,26 @@ class TestExport:
     def test_datasets_gives_back_what_was_recorded(self, load):
         made = recording.turns_with_tools()
         dataset = load(made)
-        texts = ["tools", "session_id", "task_id", "group_id", "harness", "role", "finish_reason", "left_out"]
-        lists = {"messages": List(Json()), "context": List(Value("int64")), "call_ids": List(Value("string"))}
-        values = {"reward": Value("float64"), "malformed": Value("bool"), **dict.fromkeys(texts, Value("string"))}
+        texts = [
+            "tools",
+            "session_id",
+            "task_id",
+            "group_id",
+            "harness",
+            "role",
+            "finish_reason",
+            "left_out",
+        ]
+        lists = {
+            "messages": List(Json()),
+            "context": List(Value("int64")),
+            "call_ids": List(Value("string")),
+        }
+        values = {
+            "reward": Value("float64"),
+            "malformed": Value("bool"),
+            **dict.fromkeys(texts, Value("string")),
+        }
         assert dataset.features == Features(lists | values)
         assert list(dataset) == lines(made)
 
@@ -107,7 +132,9 @@ class TestExport:
         plain = Recording("plain", reward=None)
         plain.ask(user("x" * (11 << 20)), tools=())
         dataset = load(plain, recording.turns_with_tools())
-        assert dataset[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
+        assert dataset[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] == {
+            "command": "ls"
+        }
         assert dataset["reward"] == [None, 1.0]
 
     def test_the_file_alone_can_be_loaded(self, load, tmp_path):
@@ -115,7 +142,10 @@ class TestExport:
         made[0].ask(user("Hello"), tools=())
         made[2].ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
         expected = list(load(*made))
-        assert list(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train")) == expected
+        assert (
+            list(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
+            == expected
+        )
 
     def test_conversations_that_are_left_out_are_counted(self, tmp_path, caplog):
         run = write(tmp_path / "run", recording.missing_ancestor())
@@ -126,7 +156,9 @@ class TestExport:
 
 
 class TestInTrl:
-    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(self, load, tokenizer, tmp_path):
+    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(
+        self, load, tokenizer, tmp_path
+    ):
         from transformers import Qwen3Config, Qwen3ForCausalLM
         from trl import SFTConfig, SFTTrainer
 
@@ -134,12 +166,28 @@ class TestInTrl:
         first = made.ask(SYSTEM, user("List."), reply=says("", calls={1: '{"command": "ls"}'}))
         made.ask(recording.tool(1, "a.txt"), reply=says("a.txt"), after=first)
         dataset = load(made)
-        settings = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
+        settings = {
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "activation_checkpointing": False,
+        }
         arguments = SFTConfig(str(tmp_path / "sft"), max_length=None, **settings)
-        size = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
-        network = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), intermediate_size=8, head_dim=8, **size))
-        trainer = SFTTrainer(network, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+        size = {
+            "num_hidden_layers": 1,
+            "hidden_size": 8,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+        }
+        network = Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=len(tokenizer), intermediate_size=8, head_dim=8, **size)
+        )
+        trainer = SFTTrainer(
+            network, args=arguments, train_dataset=dataset, processing_class=tokenizer
+        )
         (line,) = lines(made)
         text = tokenizer.decode(trainer.train_dataset[0]["input_ids"])
-        assert text == tokenizer.apply_chat_template(line["messages"], tools=[recording.BASH], tokenize=False)
+        assert text == tokenizer.apply_chat_template(
+            line["messages"], tools=[recording.BASH], tokenize=False
+        )
         assert '"arguments": {"command": "ls"}' in text

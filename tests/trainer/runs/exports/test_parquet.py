@@ -7,7 +7,15 @@ from datetime import UTC
 
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, Features, List, Value, get_dataset_config_names, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    Features,
+    List,
+    Value,
+    get_dataset_config_names,
+    load_dataset,
+    load_from_disk,
+)
 
 from rolltap.addons.store.metadata import add_recorder
 from rolltap.addons.store.records import CALL_SCHEMA, Event
@@ -22,14 +30,19 @@ from tests.trainer.outgoing import code_blocks, facts, write_run
 
 
 def exported(folder, run=None):
-    """Export a run, by default that of `write_run`, to `folder/out`. Return a function that loads a config."""
+    """Export a run, by default that of `write_run`, to `folder/out`. Return a function that loads a
+    config."""
     if run is None:
         write_run(run := folder / "run")
     (folder / "out").mkdir()
     told = []
     counted = export(run, folder / "out", lambda *progress: told.append(progress))
-    assert told == [("sessions", done, len(recorded_ids(run))) for done in range(1, len(recorded_ids(run)) + 1)]
-    assert counted == sum(pq.read_metadata(path).num_rows for path in (folder / "out").rglob("*.parquet"))
+    assert told == [
+        ("sessions", done, len(recorded_ids(run))) for done in range(1, len(recorded_ids(run)) + 1)
+    ]
+    assert counted == sum(
+        pq.read_metadata(path).num_rows for path in (folder / "out").rglob("*.parquet")
+    )
     return lambda config: load_dataset(
         str(folder / "out"), config, split="train", cache_dir=str(folder / "cache")
     ).to_list()
@@ -75,10 +88,17 @@ class TestParquet:
         names = {"cache_dir": str(folder / "cache")}
         open_it, rebuild = code_blocks(folder / "out" / "README.md")
         open_it = open_it.replace("path/to/this/folder", str(folder / "out"))
-        exec(open_it.replace('split="train"', 'split="train", cache_dir=cache_dir') + rebuild, names)
-        rebuilt = [(call["session_id"], call["prompt_ids"]) for call in names["full_prompts"](names["calls"])]
+        exec(
+            open_it.replace('split="train"', 'split="train", cache_dir=cache_dir') + rebuild, names
+        )
+        rebuilt = [
+            (call["session_id"], call["prompt_ids"])
+            for call in names["full_prompts"](names["calls"])
+        ]
         recorded = RecordedCalls(folder / "run")
-        assert rebuilt == [(session, call.prompt_ids) for session, calls in recorded.items() for call in calls]
+        assert rebuilt == [
+            (session, call.prompt_ids) for session, calls in recorded.items() for call in calls
+        ]
 
     def test_every_config_holds_what_was_recorded_and_a_prompt_once(self, load):
         stored = {call["call_id"]: call["prompt_tail_ids"] for call in load("calls")}
@@ -87,14 +107,21 @@ class TestParquet:
         assert (s["harness"], s["reward"], s["started_at"]) == ("pi", 0.25, START)
         assert (t["harness"], t["reward"], t["status"]) == ("codex", None, "timeout")
         [event] = load("events")
-        assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == ("refused", "example.com", START)
+        assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == (
+            "refused",
+            "example.com",
+            START,
+        )
         rows = {config: len(load(config)) for config in ("traces", "calls", "sessions", "events")}
         assert rows == {"traces": 4, "calls": 7, "sessions": 2, "events": 1}
 
     def test_only_the_last_row_of_a_session_is_exported(self, run, tmp_path):
         add_rows(run, make_session("t"))
         rows = exported(tmp_path, run)("sessions")
-        assert {session["session_id"]: session["reward"] for session in rows} == {"s": 0.25, "t": 1.0}
+        assert {session["session_id"]: session["reward"] for session in rows} == {
+            "s": 0.25,
+            "t": 1.0,
+        }
 
     def test_every_file_carries_the_viewers_types_and_pages(self, folder, load):
         [path] = (folder / "out" / "calls").iterdir()
@@ -114,12 +141,23 @@ class TestParquet:
             path.unlink()
         load = exported(tmp_path, run)
         assert get_dataset_config_names(str(tmp_path / "out")) == ["traces", "calls"]
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "calls", "traces"]
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+            "README.md",
+            "calls",
+            "traces",
+        ]
         assert (len(load("traces")), len(load("calls"))) == (4, 7)
 
     def test_neither_engines_nor_paths_of_this_machine_are_exported(self, run, tmp_path):
-        why = "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed ('10.0.0.8', 8000)]"
-        evidence = {"changed": ["src/a.py"], "log": "/home/me/runs/logs/v.judge.log", "tests": {"t.py::a": "x"}}
+        why = (
+            "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed"
+            " ('10.0.0.8', 8000)]"
+        )
+        evidence = {
+            "changed": ["src/a.py"],
+            "log": "/home/me/runs/logs/v.judge.log",
+            "tests": {"t.py::a": "x"},
+        }
         judged = {
             "error": "http://gpu-7.internal:8000 (its output is in /home/me/runs/logs/v.log)",
             "evidence": evidence,
@@ -128,20 +166,29 @@ class TestParquet:
             "harness_version": "1.2.3",
             "runtime": "sandbox",
         }
-        rejected = Event(kind="rejected", session_id="s", detail=f"the engine at http://gpu-8.internal:8000: {why}")
+        rejected = Event(
+            kind="rejected",
+            session_id="s",
+            detail=f"the engine at http://gpu-8.internal:8000: {why}",
+        )
         add_rows(run, make_session("v", "failed", **judged), rejected)
         add_recorder(run, {"engines": ["http://gpu-7.internal:8000", "http://gpu-8.internal:8000"]})
         load = exported(tmp_path, run)
         calls = load("calls")
         assert calls[0].keys() == set(CALL_SCHEMA.names) - {"engine", "digest"}
-        assert [call["error"] for call in calls if call["error"]] == ["the engine at http://ENGINE failed: ENGINE"]
+        assert [call["error"] for call in calls if call["error"]] == [
+            "the engine at http://ENGINE failed: ENGINE"
+        ]
         [detail] = [event["detail"] for event in load("events") if event["kind"] == "rejected"]
         why = "Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"
         assert detail == f"the engine at http://ENGINE: {why}"
         [row] = [row for row in load("sessions") if row["session_id"] == "v"]
         assert row["error"] == "http://ENGINE (its output is in …/v.log)"
         assert json.loads(row["evidence"]) == evidence | {"log": "…/v.judge.log"}
-        assert (json.loads(row["parts"]), json.loads(row["suspicions"])) == (judged["parts"], judged["suspicions"])
+        assert (json.loads(row["parts"]), json.loads(row["suspicions"])) == (
+            judged["parts"],
+            judged["suspicions"],
+        )
         assert (row["harness_version"], row["runtime"]) == ("1.2.3", "sandbox")
         card = tmp_path / "out" / "README.md"
         assert facts(card)["with suspicions of cheating"] == "1 sessions"
@@ -152,7 +199,9 @@ class TestParquet:
 class TestSavedTraces:
     def test_the_dataset_opens_from_disk_with_the_columns_that_trl_expects(self, saved):
         assert load_from_disk(saved).features == TRACE_FEATURES
-        main, helper, alone, unknown = sorted(load_from_disk(saved), key=lambda trace: trace["prompt_ids"])
+        main, helper, alone, unknown = sorted(
+            load_from_disk(saved), key=lambda trace: trace["prompt_ids"]
+        )
         assert main == {
             "session_id": "s",
             "trace_id": "s/s-1",
@@ -166,13 +215,25 @@ class TestSavedTraces:
             "completion_ids": [3, 4, 5, 6, 7],
             "completion_mask": [1, 1, 0, 1, 1],
             "logprobs": [-1.0, -1.015625, 0.0, -2.0, -2.015625],
-            "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "1", "start": 3, "end": 5}],
-            "continuity": [{"kind": "root", "start": 0, "end": 2}, {"kind": "bridged", "start": 3, "end": 5}],
+            "weight_versions": [
+                {"version": "1", "start": 0, "end": 2},
+                {"version": "1", "start": 3, "end": 5},
+            ],
+            "continuity": [
+                {"kind": "root", "start": 0, "end": 2},
+                {"kind": "bridged", "start": 3, "end": 5},
+            ],
             "shared_trace_id": None,
             "shared_tokens": 0,
         }
-        assert (helper["role"], helper["completion_ids"], helper["reward"]) == ("subagent", [22, 23, 24], 0.25)
-        labels = [(t["session_id"], t["task_id"], t["group_id"], t["reward"]) for t in (alone, unknown)]
+        assert (helper["role"], helper["completion_ids"], helper["reward"]) == (
+            "subagent",
+            [22, 23, 24],
+            0.25,
+        )
+        labels = [
+            (t["session_id"], t["task_id"], t["group_id"], t["reward"]) for t in (alone, unknown)
+        ]
         assert labels == [("t", "task", "g", None), ("u", "", "", None)]
 
     def test_the_folder_is_what_datasets_itself_saves(self, saved, tmp_path):
@@ -192,15 +253,21 @@ class TestSavedTraces:
         save(run, tmp_path / "out")
         assert load_from_disk(tmp_path / "out").num_rows == 0
 
-    def test_the_rows_are_the_traces_and_sampled_tokens_are_accounted_for(self, run, tmp_path, saved):
+    def test_the_rows_are_the_traces_and_sampled_tokens_are_accounted_for(
+        self, run, tmp_path, saved
+    ):
         per_request = TraceOptions("per_request")
         save(run, tmp_path / "each", per_request)
         assert list(load_from_disk(tmp_path / "each")) == rows_of(run, per_request)
         totals = save(run, tmp_path / "out")
-        assert totals.ledger == Ledger(sampled=14, trained=7, left_out={"aborted": 1, "auxiliary": 1, "no_reward": 5})
+        assert totals.ledger == Ledger(
+            sampled=14, trained=7, left_out={"aborted": 1, "auxiliary": 1, "no_reward": 5}
+        )
         assert (totals.sessions, totals.calls, totals.traces) == (len(recorded_ids(run)), 7, 4)
         rows = load_from_disk(tmp_path / "out")
-        trained = sum(sum(trace["completion_mask"]) for trace in rows if trace["reward"] is not None)
+        trained = sum(
+            sum(trace["completion_mask"]) for trace in rows if trace["reward"] is not None
+        )
         assert trained == totals.ledger.trained
         # the cache of datasets does not take two for one another
         assert rows._fingerprint != load_from_disk(saved)._fingerprint
@@ -227,7 +294,9 @@ class TestCard:
         for card in (saved / "README.md", folder / "out" / "README.md"):
             text = card.read_text()
             assert [name for name in TRACE_FEATURES if f"`{name}`" not in text] == []
-            assert [private for private in ("someone", str(folder), "gpu-7") if private in text] == []
+            assert [
+                private for private in ("someone", str(folder), "gpu-7") if private in text
+            ] == []
 
     def test_its_code_loads_the_dataset_and_makes_sequences_for_sft(self, saved):
         load, sft = code_blocks(saved / "README.md")
@@ -236,9 +305,13 @@ class TestCard:
         rows = {str(row["input_ids"]): row["assistant_masks"] for row in names["sft"]}
         assert rows["[1, 2, 3, 4, 5, 6, 7]"] == [0, 0, 1, 1, 0, 1, 1]
         # what the card counts as to train, and nothing of sessions without a reward
-        assert facts(saved / "README.md")["sampled tokens"].startswith(f"14: {sum(map(sum, rows.values()))} to train")
+        assert facts(saved / "README.md")["sampled tokens"].startswith(
+            f"14: {sum(map(sum, rows.values()))} to train"
+        )
 
-    def test_a_bar_in_a_name_does_not_break_the_table_and_a_model_of_the_hub_keeps_its_name(self, tmp_path):
+    def test_a_bar_in_a_name_does_not_break_the_table_and_a_model_of_the_hub_keeps_its_name(
+        self, tmp_path
+    ):
         for model, cell in (("a|b", "a\\|b"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")):
             run = factories.write_run(tmp_path / "run" / cell, model=model)
             save(run, tmp_path / cell)

@@ -12,12 +12,16 @@ from tests.scripted_engine import Say
 from tests.trainer.runs.exports.atif_schema import Trajectory
 from tests.trainer.runs.exports.recording import BASH
 
-TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+TOOL_CALL = (
+    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {"command":'
+    ' "ls"}}\n</tool_call>'
+)
 
 
 @pytest.fixture
 async def recorded(harness, scripted_engine):
-    """Record two turns with a tool call between them, and a request for a title without tools. It has a reward."""
+    """Record two turns with a tool call between them, and a request for a title without tools. It
+    has a reward."""
     scripted_engine.replies += [Say(TOOL_CALL), Say("Files"), Say("a.txt")]
     _, first = await harness.ask(user("List."), tools=[BASH])
     await harness.ask(user("Title?"))
@@ -34,7 +38,12 @@ async def test_the_conversation_is_trained_and_the_title_is_context_in_every_for
     lines, faults = session_conversations(recorded)
     title, conversation = sorted(lines, key=lambda line: len(line["messages"]))
     assert (faults, title["role"], title["left_out"]) == ({}, "auxiliary", "auxiliary")
-    assert [message["role"] for message in conversation["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in conversation["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     asked = conversation["messages"][1]
     assert asked["reasoning_content"] == "I look."
     assert asked["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}

@@ -24,20 +24,33 @@ from rolltap.trainer.runs.views.check import CheckReport, choose, incomparable, 
 from tests.factories import make_call, write_run
 from tests.trainer.engine.acting import acting
 
-SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
+SAMPLING = {
+    **NEUTRAL_SAMPLING,
+    "max_tokens": 12,
+    "seed": 1,
+    "stop_token_ids": [],
+    "asked": {"temperature": 0.2},
+}
 SERVED = ({"default", "2"}, 100)
 """The served weight versions, and the context window."""
 ADAPTER = "1a2b3c4d.1.0"
 
 
 def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
-    fields = {"sampling": json.dumps(SAMPLING), "logprobs": [-0.5] * len(sampled), "kind": kind} | fields
+    fields = {
+        "sampling": json.dumps(SAMPLING),
+        "logprobs": [-0.5] * len(sampled),
+        "kind": kind,
+    } | fields
     return make_call(call_id, [1, 2], sampled, version=version, **fields)
 
 
 def check(run, url, *options):
-    """Run `rolltap check` and return its exit status and standard output. Raises the errors of users."""
-    ended = CliRunner().invoke(check_command, [str(run), "--engine", url, *options], standalone_mode=False)
+    """Run `rolltap check` and return its exit status and standard output. Raises the errors of
+    users."""
+    ended = CliRunner().invoke(
+        check_command, [str(run), "--engine", url, *options], standalone_mode=False
+    )
     if ended.exception and not isinstance(ended.exception, SystemExit):
         raise ended.exception
     return ended.exit_code, ended.stdout
@@ -58,19 +71,26 @@ ACROSS = [VersionSpan(version="default", start=0, end=1), VersionSpan(version="2
         ({"sampling": json.dumps({**SAMPLING, "temperature": 0.7})}, "not sampled neutrally"),
         ({"sampling": json.dumps({**SAMPLING, "logit_bias": {"5": 1}})}, "not sampled neutrally"),
         ({"sampling": "{}"}, "not sampled neutrally"),
-        ({"sampling": json.dumps({**SAMPLING, "structured_outputs": {}})}, "sampled under a grammar"),
+        (
+            {"sampling": json.dumps({**SAMPLING, "structured_outputs": {}})},
+            "sampled under a grammar",
+        ),
         ({"version": "1"}, "other weights"),
         ({"weight_versions": ACROSS}, "other weights"),
         ({"sampled": range(98)}, "too long for the engine"),
     ],
 )
-def test_a_neutrally_sampled_call_of_served_weights_can_be_compared_and_others_not_for_a_named_reason(fields, reason):
+def test_a_neutrally_sampled_call_of_served_weights_can_be_compared_and_others_not_for_a_named_reason(
+    fields, reason
+):
     assert incomparable(call(**fields), *SERVED) == reason
 
 
 class TestSample:
     CALLS = tuple(
-        (kind, "s", f"{kind}{i}") for kind, n in (("bridged", 50), ("rendered", 2), ("root", 9)) for i in range(n)
+        (kind, "s", f"{kind}{i}")
+        for kind, n in (("bridged", 50), ("rendered", 2), ("root", 9))
+        for i in range(n)
     )
 
     def test_it_is_spread_over_the_kinds_as_far_as_there_are_calls(self):
@@ -79,7 +99,11 @@ class TestSample:
         assert choose(self.CALLS, 1000, 0) == set(self.CALLS)
 
     def test_it_depends_on_the_seed_and_not_on_the_order_of_the_calls(self):
-        assert choose(self.CALLS, 12, 0) == choose(self.CALLS[::-1], 12, 0) != choose(self.CALLS, 12, 1)
+        assert (
+            choose(self.CALLS, 12, 0)
+            == choose(self.CALLS[::-1], 12, 0)
+            != choose(self.CALLS, 12, 1)
+        )
 
 
 def test_differences_are_summed_up_by_kind_and_policy_version():
@@ -91,12 +115,21 @@ def test_differences_are_summed_up_by_kind_and_policy_version():
     ]
     root, second, first = summarize_scores(scores, 0.05)
     assert (root.kind, root.mean_difference, root.within) == ("root", 0.0, True)
-    assert (first.kind, first.policy_version, first.calls, first.tokens) == ("bridged", "default", 2, 4)
+    assert (first.kind, first.policy_version, first.calls, first.tokens) == (
+        "bridged",
+        "default",
+        2,
+        4,
+    )
     assert first.mean_difference == pytest.approx(0.1)
     assert first.max_difference == pytest.approx(0.4)
     assert (first.share_over_threshold, first.within) == (0.25, False)
     assert (first.worst.call_id, first.worst.position, first.worst.scored) == ("b", 1, -0.9)
-    assert (second.policy_version, second.mean_difference, second.within) == ("2", pytest.approx(0.05), True)
+    assert (second.policy_version, second.mean_difference, second.within) == (
+        "2",
+        pytest.approx(0.05),
+        True,
+    )
 
 
 def test_a_row_that_differs_is_marked_without_markup():
@@ -108,14 +141,24 @@ def test_a_row_that_differs_is_marked_without_markup():
 
 
 def sample(engine, call_id, prompt_ids, *, model=None, parameters=(), **fields):
-    """Return a call that the engine samples after `prompt_ids`, with `parameters` in place of those of `SAMPLING`."""
-    parameters = {name: value for name, value in (SAMPLING | dict(parameters)).items() if name != "asked"}
+    """Return a call that the engine samples after `prompt_ids`, with `parameters` in place of those
+    of `SAMPLING`."""
+    parameters = {
+        name: value for name, value in (SAMPLING | dict(parameters)).items() if name != "asked"
+    }
     body = {"token_ids": prompt_ids, "sampling_params": {**parameters, "logprobs": 0}}
     body |= {"model": model} if model else {}
-    answer = engine.http.post("/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
+    answer = (
+        engine.http.post("/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
+    )
     ids = answer["choices"][0]["token_ids"]
     logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
-    sampled = {"version": "default", "logprobs": logprobs, "sampling": json.dumps(SAMPLING), **fields}
+    sampled = {
+        "version": "default",
+        "logprobs": logprobs,
+        "sampling": json.dumps(SAMPLING),
+        **fields,
+    }
     return make_call(call_id, prompt_ids, ids, **sampled)
 
 
@@ -132,15 +175,21 @@ class TestWeights:
     @pytest.fixture
     def engine(self, tmp_path):
         with acting(tmp_path / "model") as engine:
-            engine.scores = dict.fromkeys(["model", f"policy-{ADAPTER}", "policy-1", "other"], self.SCORE)
+            engine.scores = dict.fromkeys(
+                ["model", f"policy-{ADAPTER}", "policy-1", "other"], self.SCORE
+            )
             yield engine
 
     def test_the_command_says_what_the_engine_serves(self, engine, tmp_path):
         run = write(tmp_path / "run", [call()], engine.root)
         ended = CliRunner().invoke(check_command, [str(run), "--engine", engine.url])
-        assert ended.stderr == f"the engine at {engine.url} serves {engine.root}: its base weights\n"
+        assert (
+            ended.stderr == f"the engine at {engine.url} serves {engine.root}: its base weights\n"
+        )
 
-    def test_the_engine_s_own_weights_are_compared_where_its_model_is_the_recorded_one(self, engine, tmp_path):
+    def test_the_engine_s_own_weights_are_compared_where_its_model_is_the_recorded_one(
+        self, engine, tmp_path
+    ):
         assert check(write(tmp_path / "run", [call()], engine.root), engine.url)[0] == 0
         add_engine(write(tmp_path / "other", [call()]), "http://e", {"model": str(engine.root)})
         assert check(tmp_path / "other", engine.url)[0] == 0
@@ -148,11 +197,21 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("sampled", "served", "adapters", "messages"),
         [
-            ("default", None, [], ["sampled by the weights default", "the run was recorded with /models/recorded"]),
+            (
+                "default",
+                None,
+                [],
+                ["sampled by the weights default", "the run was recorded with /models/recorded"],
+            ),
             # no names of a training: no proof on another model
             ("1", "1", [], [": the weights 1; "]),
             ("1", None, ["policy-1"], ["1 other weights"]),
-            ("1a2b3c4d.1.0", "ffffffff.1.0", [], ["sampled by the weights 1a2b3c4d.1.0", "the weights ffffffff.1.0"]),
+            (
+                "1a2b3c4d.1.0",
+                "ffffffff.1.0",
+                [],
+                ["sampled by the weights 1a2b3c4d.1.0", "the weights ffffffff.1.0"],
+            ),
         ],
     )
     def test_weights_of_another_model_or_training_are_named(
@@ -164,7 +223,9 @@ class TestWeights:
             check(write(tmp_path / "run", [call(version=sampled)]), engine.url)
         assert [message for message in messages if message not in str(refused.value)] == []
 
-    def test_the_version_of_a_training_is_proof_whatever_the_folder_is_called(self, engine, tmp_path):
+    def test_the_version_of_a_training_is_proof_whatever_the_folder_is_called(
+        self, engine, tmp_path
+    ):
         engine.version = ADAPTER
         assert check(write(tmp_path / "run", [call(version=ADAPTER)]), engine.url)[0] == 0
 
@@ -197,7 +258,9 @@ class TestWeights:
             ("float32", 0.0, 1e-4),
         ],
     )
-    def test_the_limit_follows_the_type_and_the_engine_s_own_rounding(self, engine, tmp_path, dtype, rounding, limit):
+    def test_the_limit_follows_the_type_and_the_engine_s_own_rounding(
+        self, engine, tmp_path, dtype, rounding, limit
+    ):
         engine.answers["/server_info"] = (200, f"dtype=torch.{dtype}")
         score = engine.route("/v1/completions")
 
@@ -214,14 +277,19 @@ class TestWeights:
         status, output = check(write(tmp_path / "run", [call()], engine.root), engine.url, "--json")
         report = json.loads(output)
         assert status == 0
-        assert (report["threshold"], report["rounding"]) == (pytest.approx(limit), pytest.approx(rounding))
+        assert (report["threshold"], report["rounding"]) == (
+            pytest.approx(limit),
+            pytest.approx(rounding),
+        )
 
     def test_an_engine_that_ends_by_scores_beside_other_calls_is_refused(self, engine, tmp_path):
         engine.answers["/server_info"] = {"vllm_config": {"lora_config": {"max_loras": 2}}}
         run = write(tmp_path / "run", [call()], engine.root)
         assert check(run, engine.url)[0] == 0  # the register says that `rolltap serve` started it
         del engine.answers[PATH]
-        with pytest.raises(EngineError, match=r"takes LoRA adapters, .* start it with `rolltap serve`, or without"):
+        with pytest.raises(
+            EngineError, match=r"takes LoRA adapters, .* start it with `rolltap serve`, or without"
+        ):
             check(run, engine.url)
 
 
@@ -245,14 +313,21 @@ class TestOnARealEngine:
         model = get_peft_model(base, config)
         folder = tmp_path / "published"
         publisher = make_publisher(
-            "lora", Engines(engine.url), folder=folder, run=tmp_path, base=engine.model_dir, adapters=2
+            "lora",
+            Engines(engine.url),
+            folder=folder,
+            run=tmp_path,
+            base=engine.model_dir,
+            adapters=2,
         )
         name = publisher.publish(model, ADAPTER, lambda _: None)
         yield name
         engine.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
 
     def test_sampled_calls_are_within_the_threshold_for_every_kind(self, engine, calls, tmp_path):
-        status, output = check(write(tmp_path, calls, engine.model_dir), engine.url, "--threshold", "1e-4", "--json")
+        status, output = check(
+            write(tmp_path, calls, engine.model_dir), engine.url, "--threshold", "1e-4", "--json"
+        )
         report = json.loads(output)
         assert (status, report["within"]) == (0, True)
         rows = [(row["kind"], row["policy_version"], row["calls"]) for row in report["rows"]]
@@ -260,12 +335,22 @@ class TestOnARealEngine:
         assert report["served_model"] == str(engine.model_dir)
         assert report["rows"][0]["tokens"] == len(calls[0].completion_ids)
 
-    def test_a_changed_log_probability_is_found_and_its_kind_and_place_are_named(self, engine, calls, tmp_path):
+    def test_a_changed_log_probability_is_found_and_its_kind_and_place_are_named(
+        self, engine, calls, tmp_path
+    ):
         root, bridged, rendered = calls
-        changed = replace(bridged, logprobs=[*bridged.logprobs[:3], bridged.logprobs[3] - 2, *bridged.logprobs[4:]])
-        status, output = check(write(tmp_path, [root, changed, rendered], engine.model_dir), engine.url)
+        changed = replace(
+            bridged,
+            logprobs=[*bridged.logprobs[:3], bridged.logprobs[3] - 2, *bridged.logprobs[4:]],
+        )
+        status, output = check(
+            write(tmp_path, [root, changed, rendered], engine.model_dir), engine.url
+        )
         assert status == 1
-        assert "bridged, weights default: differs most at sampled token 3 of session s, call bridged:" in output
+        assert (
+            "bridged, weights default: differs most at sampled token 3 of session s, call bridged:"
+            in output
+        )
         assert "root, weights" not in output
 
     def test_a_changed_prompt_is_found(self, engine, calls, tmp_path):
@@ -288,7 +373,10 @@ class TestOnARealEngine:
         sampled = sample(engine, "lora", calls[0].prompt_ids, model=adapter, version=ADAPTER)
         run = write(tmp_path, [calls[0], sampled], engine.model_dir)
         status, output = check(run, engine.url, "--threshold", "1e-4", "--json")
-        assert (status, [row["policy_version"] for row in json.loads(output)["rows"]]) == (0, [ADAPTER, "default"])
+        assert (status, [row["policy_version"] for row in json.loads(output)["rows"]]) == (
+            0,
+            [ADAPTER, "default"],
+        )
 
     def test_the_calls_of_an_adapter_that_is_not_loaded_are_skipped(self, engine, calls, tmp_path):
         (tmp_path / POLICY_FILE).write_text(json.dumps({"model": "policy-9", "version": "9"}))
@@ -298,7 +386,9 @@ class TestOnARealEngine:
 
     def test_tokens_of_another_vocabulary_are_an_error_that_says_what_to_do(self, engine, tmp_path):
         run = write(tmp_path, [call(sampled=(5, 999_999))], engine.model_dir)
-        with pytest.raises(EngineError, match=r"out of vocabulary.*start it with the model that run.json names"):
+        with pytest.raises(
+            EngineError, match=r"out of vocabulary.*start it with the model that run.json names"
+        ):
             check(run, engine.url)
 
 

@@ -16,7 +16,12 @@ ASKED = [{"role": "user", "content": "Count."}]
 def turn(session, number, prompt, sampled, reply, *, after=None, messages=(), **fields):
     """Return a call of a session, that starts `number` seconds after its first one."""
     started = START + timedelta(seconds=number)
-    texts = {"messages": json.dumps([*messages]), "reply": reply, "session_id": session, "started_at": started}
+    texts = {
+        "messages": json.dumps([*messages]),
+        "reply": reply,
+        "session_id": session,
+        "started_at": started,
+    }
     return make_call(f"{session}{number}", prompt, sampled, after=after, **{**texts, **fields})
 
 
@@ -26,7 +31,8 @@ def told(content):
 
 @pytest.fixture
 def run(tmp_path):
-    """Write a run with four sessions. b has another result of its first tool call, c ends early, d has no calls."""
+    """Write a run with four sessions. b has another result of its first tool call, c ends early, d
+    has no calls."""
     rows = []
     for name, result, third in (("a", "3", 12), ("b", "4", 13)):
         first = turn(name, 1, [1, 2], [3, 4], says("", "wc"), messages=ASKED)
@@ -49,7 +55,9 @@ def difference(run, a, b):
 
 def test_the_first_message_and_token_that_differ_are_those_of_the_same_call_of_the_main_line(run):
     found = difference(run, "a", "b")
-    ours, theirs = ({"role": "tool", "content": text, "tool_call_id": "of one session"} for text in "34")
+    ours, theirs = (
+        {"role": "tool", "content": text, "tool_call_id": "of one session"} for text in "34"
+    )
     assert found.messages == {"common": 2, "a": ours, "b": theirs}
     place = {"position": 4, "call_a": "a3", "call_b": "b3"}
     assert found.tokens == {**place, "common": [1, 2, 3, 4], "a": [12, 5], "b": [13, 5]}
@@ -58,7 +66,11 @@ def test_the_first_message_and_token_that_differ_are_those_of_the_same_call_of_t
 
 def test_a_session_that_ends_before_the_other_has_nothing_there(run):
     found = difference(run, "c", "a")
-    assert (found.messages["common"], found.messages["a"], found.messages["b"]["role"]) == (2, None, "tool")
+    assert (found.messages["common"], found.messages["a"], found.messages["b"]["role"]) == (
+        2,
+        None,
+        "tool",
+    )
     assert (found.tokens["position"], found.tokens["a"], found.tokens["b"]) == (4, [], [12, 5])
 
 

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.cli import main
-from rolltap.trainer.runs.views.evaluation import FEW_TASKS, MANY_TASKS, compare_sessions, pass_rows, rewards_of
+from rolltap.trainer.runs.views.evaluation import (
+    FEW_TASKS,
+    MANY_TASKS,
+    compare_sessions,
+    pass_rows,
+    rewards_of,
+)
 from tests.deep import DEEP, cases, examples
 from tests.factories import write_run
 
@@ -31,7 +37,11 @@ def sessions_of(rewards, digest="d"):
     ]
 
 
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), min_size=1, max_size=4
+    )
+)
 def test_the_chances_over_k_sessions_are_those_of_all_choices_of_k_of_them(tasks):
     for row in pass_rows(dict(enumerate(tasks))):
         chosen = [list(combinations([reward == 1.0 for reward in given], row.k)) for given in tasks]
@@ -64,13 +74,15 @@ def held(trial, trials=300):
 
 
 KINDS = [(1, 1), (0.5, 0.5), (2, 2), (0.3, 1.2), (4, 1), (0.3, 0.3)]
-"""Beta distributions of the chance of a task: of all sorts, of easy and hard ones, of hard or easy ones mostly."""
+"""Beta distributions of the chance of a task: of all sorts, of easy and hard ones, of hard or easy
+ones mostly."""
 
 
 def coverage(tasks, sessions, chances_of, trials):
     """Return k -> how often the intervals of pass@k and pass^k hold the truth.
 
-    `chances_of` draws the chances of tasks, and returns them with a mean of functions of them over all such tasks.
+    `chances_of` draws the chances of tasks, and returns them with a mean of functions of them over
+    all such tasks.
     """
     rng = np.random.default_rng(1)
     held = {}
@@ -79,7 +91,10 @@ def coverage(tasks, sessions, chances_of, trials):
         solved = rng.random((tasks, sessions)) < chances[:, None]
         for row in pass_rows({str(number): list(each * 1.0) for number, each in enumerate(solved)}):
             k = row.k
-            truths = mean(lambda chance, k=k: 1 - (1 - chance) ** k), mean(lambda chance, k=k: chance**k)
+            truths = (
+                mean(lambda chance, k=k: 1 - (1 - chance) ** k),
+                mean(lambda chance, k=k: chance**k),
+            )
             for interval, truth in zip((row.pass_at, row.pass_all), truths, strict=True):
                 held.setdefault(k, []).append(interval.low - 1e-9 <= truth <= interval.high + 1e-9)
     return {k: np.mean(every) for k, every in held.items()}
@@ -99,7 +114,9 @@ def alike(rng, tasks):
 
 
 def of_two_sorts(rng, tasks):
-    return np.where(rng.random(tasks) < 0.5, 0.0, 0.5), lambda f: (f(np.float64(0.0)) + f(np.float64(0.5))) / 2
+    return np.where(
+        rng.random(tasks) < 0.5, 0.0, 0.5
+    ), lambda f: (f(np.float64(0.0)) + f(np.float64(0.5))) / 2
 
 
 POPULATIONS = {kind: np.random.default_rng(0).beta(*kind, 20_000) for kind in KINDS}
@@ -136,13 +153,19 @@ def test_tasks_that_are_all_alike_have_an_interval_with_a_width():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("tasks", "sessions"), [(1, 8), (1, 2), (3, 8), (3, 2), (5, 8), (8, 2), (30, 1)])
+@pytest.mark.parametrize(
+    ("tasks", "sessions"), [(1, 8), (1, 2), (3, 8), (3, 2), (5, 8), (8, 2), (30, 1)]
+)
 def test_two_runs_that_are_alike_seldom_differ(tasks, sessions, whole):
     def trial(rng):
         chances = rng.beta(2, 2, tasks)
         runs = [
             {
-                str(n): list((rng.random(sessions) < each) * 1.0 if whole else rng.normal(each, 0.2, sessions))
+                str(n): list(
+                    (rng.random(sessions) < each) * 1.0
+                    if whole
+                    else rng.normal(each, 0.2, sessions)
+                )
                 for n, each in enumerate(chances)
             }
             for _ in range(2)
@@ -178,7 +201,9 @@ def test_a_difference_is_paired_by_task():
     rng = np.random.default_rng(0)
     hard = rng.random(40)  # tasks differ far more than the runs do
     first = sessions_of({str(number): [value] for number, value in enumerate(hard)})
-    second = sessions_of({str(number): [value + 0.05 + 0.01 * rng.random()] for number, value in enumerate(hard)})
+    second = sessions_of(
+        {str(number): [value + 0.05 + 0.01 * rng.random()] for number, value in enumerate(hard)}
+    )
     found = compare_sessions(first, second)
     assert (found.tasks, found.differ, found.others, found.changed) == (40, True, [], [])
     assert 0.05 < found.difference.low < found.difference.high < 0.06
@@ -187,7 +212,8 @@ def test_a_difference_is_paired_by_task():
 
 
 @given(
-    first=st.lists(st.floats(0, 1), min_size=1, max_size=5), second=st.lists(st.floats(0, 1), min_size=1, max_size=5)
+    first=st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    second=st.lists(st.floats(0, 1), min_size=1, max_size=5),
 )
 @examples(50)
 def test_a_run_compared_the_other_way_round_has_the_opposite_difference(first, second):
@@ -219,7 +245,9 @@ def test_the_command_prints_a_table_or_json(tmp_path):
     assert said.exit_code == 0
     assert "The second run is better." in said.output
     assert "1.000 (0." in said.output
-    found = json.loads(CliRunner().invoke(main.rolltap, [*arguments, "--json"], catch_exceptions=False).output)
+    found = json.loads(
+        CliRunner().invoke(main.rolltap, [*arguments, "--json"], catch_exceptions=False).output
+    )
     assert found["differ"] is True
     assert (found["difference"]["value"], found["difference"]["high"]) == (1.0, 1.0)
     assert found["difference"]["low"] > 0

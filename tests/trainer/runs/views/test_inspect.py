@@ -35,24 +35,52 @@ from tests.trainer.forests import forget_a_call
 
 def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fields):
     """Return a call whose prompt is the tokens of its parent followed by `prompt`."""
-    defaults = {"call_id": call_id, "session_id": session, "logprobs": [-0.5] * len(sampled), "finish_reason": "stop"}
-    return make_call(number, prompt, sampled, after=parent, version="default", **{**defaults, **fields})
+    defaults = {
+        "call_id": call_id,
+        "session_id": session,
+        "logprobs": [-0.5] * len(sampled),
+        "finish_reason": "stop",
+    }
+    return make_call(
+        number, prompt, sampled, after=parent, version="default", **{**defaults, **fields}
+    )
 
 
 @pytest.fixture
 def small_run(tmp_path, tokenizer_folder):
-    """Write a run. `first` has the chain root - second - third, and a fourth call that diverges. `other` has no row."""
+    """Write a run. `first` has the chain root - second - third, and a fourth call that diverges.
+    `other` has no row."""
     asked = json.dumps([{"role": "user", "content": "Count [bold]them[/bold]."}])
     tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
-    root = call(1, "a1", [40, 41, 42], [43, 44], messages=asked, tools=tools, reply=says("I look\nat it."))
+    root = call(
+        1, "a1", [40, 41, 42], [43, 44], messages=asked, tools=tools, reply=says("I look\nat it.")
+    )
     second = call(2, "a2", [50], [51, 52], parent=root, reply=says("", "ls"))
     third = call(3, "b3", [60], [61], parent=second, reply=says("x" * 80))
     why = "2 earlier calls fit equally well up to message 3"
-    fourth = call(4, "b4", [40, 41, 42, 43, 99, 98], [97], kind="rendered", kind_reason=why, reply=says("Once more."))
-    broken = call(5, "b5", [70], [71], parent=second, violation="log-probability 0 is positive", reply=says("Hm."))
+    fourth = call(
+        4,
+        "b4",
+        [40, 41, 42, 43, 99, 98],
+        [97],
+        kind="rendered",
+        kind_reason=why,
+        reply=says("Once more."),
+    )
+    broken = call(
+        5,
+        "b5",
+        [70],
+        [71],
+        parent=second,
+        violation="log-probability 0 is positive",
+        reply=says("Hm."),
+    )
     other = call(6, "z1", [40], [41, 42], session="other", status="aborted", finish_reason=None)
     ended = make_session("first", harness="codex", exit_status=0, reward=0.5, policy_version=None)
-    return write_run(tmp_path, root, second, third, fourth, broken, other, ended, model=str(tokenizer_folder))
+    return write_run(
+        tmp_path, root, second, third, fourth, broken, other, ended, model=str(tokenizer_folder)
+    )
 
 
 def shape(tree):
@@ -64,7 +92,9 @@ def shape(tree):
 
 
 def printed(*arguments):
-    ended = CliRunner(env={"COLUMNS": "200"}).invoke(inspect_command, list(map(str, arguments)), catch_exceptions=False)
+    ended = CliRunner(env={"COLUMNS": "200"}).invoke(
+        inspect_command, list(map(str, arguments)), catch_exceptions=False
+    )
     assert ended.exit_code == 0
     return ended.output
 
@@ -72,7 +102,12 @@ def printed(*arguments):
 class TestRun:
     def test_every_session_is_counted_including_those_without_a_row(self, small_run):
         first, other = summarize(small_run).session_rows
-        assert (first.session_id, first.harness, first.status, first.reward) == ("first", "codex", "completed", 0.5)
+        assert (first.session_id, first.harness, first.status, first.reward) == (
+            "first",
+            "codex",
+            "completed",
+            0.5,
+        )
         assert (first.calls, first.bridged, first.rendered) == (5, 3, 1)
         assert first.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
         assert (other.session_id, other.harness, other.calls) == ("other", None, 1)
@@ -81,21 +116,33 @@ class TestRun:
         assert ledger == {"sampled": 9, "trained": 6, "left_out": {"violation": 1, "aborted": 2}}
 
     def test_the_reasons_of_rendered_prompts_are_counted_without_numbers_and_ids(self, small_run):
-        for number, why in enumerate(("3 earlier calls fit equally well up to message 7", "call 0123456789abcdef")):
-            add_rows(small_run, call(9, f"r{number}", [1], [2], session="r", kind="rendered", kind_reason=why))
-        assert summarize(small_run).rendered == {"… earlier calls fit equally well up to message …": 2, "call …": 1}
+        for number, why in enumerate(
+            ("3 earlier calls fit equally well up to message 7", "call 0123456789abcdef")
+        ):
+            add_rows(
+                small_run,
+                call(9, f"r{number}", [1], [2], session="r", kind="rendered", kind_reason=why),
+            )
+        assert summarize(small_run).rendered == {
+            "… earlier calls fit equally well up to message …": 2,
+            "call …": 1,
+        }
         assert "why prompts were rendered" in printed(small_run)
 
     def test_the_table_of_sessions_is_cut_and_says_so(self, tmp_path):
         times = [START + timedelta(seconds=i) for i in range(MOST_SESSIONS + 1)]
-        write_run(tmp_path, *(make_session(f"s{i:02}", started_at=time) for i, time in enumerate(times)))
+        write_run(
+            tmp_path, *(make_session(f"s{i:02}", started_at=time) for i, time in enumerate(times))
+        )
         text = printed(tmp_path)
         assert f"s{MOST_SESSIONS - 1}" in text
         assert f"s{MOST_SESSIONS}" not in text
         assert f"the first {MOST_SESSIONS} of {MOST_SESSIONS + 1}; --json has all" in text
         assert len(json.loads(printed(tmp_path, "--json"))["session_rows"]) == MOST_SESSIONS + 1
 
-    def test_an_id_is_whole_in_a_narrow_terminal_and_the_columns_without_room_are_named(self, tmp_path):
+    def test_an_id_is_whole_in_a_narrow_terminal_and_the_columns_without_room_are_named(
+        self, tmp_path
+    ):
         name = "count-lines-" + "0123456789abcdef." * 3
         write_run(tmp_path, make_session(name))
         narrow = CliRunner(env={"COLUMNS": "80"}).invoke(inspect_command, [str(tmp_path)]).output
@@ -118,20 +165,26 @@ class TestSession:
     def test_a_chain_is_one_node_and_its_branches_are_below_it(self, small_run):
         tree = call_tree(view_session(small_run, "first").calls, Text("title"))
         assert shape(tree) == {"a1 a2": {"b3": {}, "b5": {}}, "b4": {}}
-        drawn = [line[: line.index(" agent")] for line in printed(small_run, "first").splitlines()[1:6]]
+        drawn = [
+            line[: line.index(" agent")] for line in printed(small_run, "first").splitlines()[1:6]
+        ]
         assert drawn == ["├── 1 a1", "│   ↓ 2 a2", "│   ├── 3 b3", "│   └── 5 b5", "└── 4 b4"]
 
     def test_a_long_chain_is_one_level_deep(self):
         calls = [call(0, "c0", [1], [2])]
         for i in range(1, 400):
             calls.append(call(i, f"c{i}", [3], [4], parent=calls[-1]))
-        assert shape(call_tree(call_nodes(calls), Text("title"))) == {" ".join(f"c{i}" for i in range(400)): {}}
+        assert shape(call_tree(call_nodes(calls), Text("title"))) == {
+            " ".join(f"c{i}" for i in range(400)): {}
+        }
 
     def test_the_calls_of_a_chain_can_be_told_apart_where_lines_are_folded(self, small_run):
         narrow = Console(file=io.StringIO(), width=30)
         narrow.print(view_session(small_run, "first"))
         starts = [
-            line for line in narrow.file.getvalue().splitlines() if re.match(r"[│├└ ─]*(↓ )?\d [ab]\d agent", line)
+            line
+            for line in narrow.file.getvalue().splitlines()
+            if re.match(r"[│├└ ─]*(↓ )?\d [ab]\d agent", line)
         ]
         assert [re.search(r"[ab]\d", line)[0] for line in starts] == ["a1", "a2", "b3", "b5", "b4"]
 
@@ -154,7 +207,10 @@ class TestSession:
     def test_all_weights_that_sampled_its_tokens_are_named(self, tmp_path):
         write_run(tmp_path, make_session("first", policy_version="one"))
         for number, version in enumerate(["one", "two", "one"]):
-            spans = [VersionSpan(version="lost", start=0, end=0), VersionSpan(version=version, start=0, end=1)]
+            spans = [
+                VersionSpan(version="lost", start=0, end=0),
+                VersionSpan(version=version, start=0, end=1),
+            ]
             add_rows(tmp_path, call(number, f"c{number}", [number], [9], weight_versions=spans))
         assert view_session(tmp_path, "first").policy_versions == ["one", "two"]
         assert "weights one, two" in printed(tmp_path, "first")
@@ -172,9 +228,13 @@ class TestCall:
         assert tokenizer.decode([43]) in coloured.getvalue()
         assert "position id text" not in coloured.getvalue()
 
-    def test_in_a_pipe_each_token_is_a_line_and_with_full_all_of_the_prompt_and_the_conversation(self, small_run):
+    def test_in_a_pipe_each_token_is_a_line_and_with_full_all_of_the_prompt_and_the_conversation(
+        self, small_run
+    ):
         lines = printed(small_run, "first", "a2").splitlines()
-        tokens = [line.split(" ")[:2] for line in lines[lines.index("position id text logprob") + 1 :][:3]]
+        tokens = [
+            line.split(" ")[:2] for line in lines[lines.index("position id text logprob") + 1 :][:3]
+        ]
         assert tokens == [["5", "50"], ["6", "51"], ["7", "52"]]
         full = printed(small_run, "first", "a2", "--full")
         assert "\n0 40 " in full
@@ -205,7 +265,9 @@ class TestCall:
 
     def test_new_prompt_tokens_are_shown_before_the_sampled_ones_without_a_colour(self):
         parent = call(1, "a", [1], [2])
-        shown = context(call(2, "b", list(range(100, 400)), [5], parent=parent), None, 302 - CONTEXT_TOKENS)
+        shown = context(
+            call(2, "b", list(range(100, 400)), [5], parent=parent), None, 302 - CONTEXT_TOKENS
+        )
         assert shown.plain.startswith(f"({300 - CONTEXT_TOKENS} tokens) … {400 - CONTEXT_TOKENS} ")
         assert shown.plain.endswith(" 399 ")
         assert {span.style for span in shown.spans} | {shown.style} == {"dim", "dim italic"}
@@ -218,7 +280,9 @@ class TestCall:
 
     def test_a_rendered_call_shows_where_it_leaves_the_recorded_tokens(self, small_run):
         difference = view_call(small_run, "first", "b4").difference
-        assert difference == Divergence("b3", 4, [40, 41, 42, 43], [44, 50, 51, 52, 60, 61], [99, 98])
+        assert difference == Divergence(
+            "b3", 4, [40, 41, 42, 43], [44, 50, 51, 52, 60, 61], [99, 98]
+        )
         text = printed(small_run, "first", "b4")
         assert "2 earlier calls fit equally well up to message 3" in text
         assert "The prompt agrees with call b3 up to token 4." in text
@@ -235,7 +299,9 @@ class TestCall:
         assert find_divergence(rendered, [earlier, rendered]) == Divergence("a", 2, [1, 2], [], [3])
 
     def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
-        view, other, left_out = (json.loads(printed(small_run, "first", name, "--json")) for name in ("a1", "b4", "b5"))
+        view, other, left_out = (
+            json.loads(printed(small_run, "first", name, "--json")) for name in ("a1", "b4", "b5")
+        )
         assert left_out["left_out"] == "violation"
         assert "not trained: violation" in printed(small_run, "first", "b5")
         call = view["call"]
@@ -244,7 +310,9 @@ class TestCall:
         assert (view["difference"], other["difference"]["position"]) == (None, 4)
 
     def test_as_json_a_non_finite_log_probability_is_its_name(self, tmp_path):
-        write_run(tmp_path, make_call("a", completion_ids=[2, 3], logprobs=[float("nan"), float("-inf")]))
+        write_run(
+            tmp_path, make_call("a", completion_ids=[2, 3], logprobs=[float("nan"), float("-inf")])
+        )
         view = json.loads(printed(tmp_path, "s", "a", "--json"))
         assert view["call"]["logprobs"] == ["NaN", "-Infinity"]
 
@@ -253,7 +321,9 @@ class TestIds:
     IDS = ("abc1", "abc2", "xyz", "abc")
 
     @pytest.mark.parametrize(("prefix", "found"), [("x", "xyz"), ("abc", "abc")])
-    def test_a_unique_prefix_of_an_id_is_accepted_and_a_whole_id_though_it_is_a_prefix(self, prefix, found):
+    def test_a_unique_prefix_of_an_id_is_accepted_and_a_whole_id_though_it_is_a_prefix(
+        self, prefix, found
+    ):
         assert find_id(prefix, self.IDS, "call", "session s") == found
 
     @pytest.mark.parametrize(
@@ -268,7 +338,9 @@ class TestIds:
         with pytest.raises(InputError, match=message):
             find_id(prefix, ids, "call", "session s")
 
-    def test_in_a_run_without_sessions_nothing_is_shown_and_no_similar_ids_are_named(self, tmp_path):
+    def test_in_a_run_without_sessions_nothing_is_shown_and_no_similar_ids_are_named(
+        self, tmp_path
+    ):
         write_run(tmp_path)
         assert printed(tmp_path)
         with pytest.raises(InputError, match=r"has no session 'a'$"):
@@ -277,7 +349,9 @@ class TestIds:
     def test_a_call_has_the_number_that_the_tree_shows(self, small_run):
         assert view_call(small_run, "first", "3").call.call_id == "b3"
         for outside in ("0", "6"):
-            with pytest.raises(InputError, match=rf"first \(calls 1 to 5\) has no call '{outside}', only "):
+            with pytest.raises(
+                InputError, match=rf"first \(calls 1 to 5\) has no call '{outside}', only "
+            ):
                 view_call(small_run, "first", outside)
 
     def test_both_ids_may_be_abbreviated(self, small_run):
@@ -287,7 +361,9 @@ class TestIds:
 
 
 class TestLedger:
-    def test_a_ledger_that_does_not_add_up_is_a_message_and_status_1(self, small_run, monkeypatch, capsys):
+    def test_a_ledger_that_does_not_add_up_is_a_message_and_status_1(
+        self, small_run, monkeypatch, capsys
+    ):
         forget_a_call(monkeypatch)
         monkeypatch.setattr(sys, "argv", ["rolltap", "inspect", str(small_run)])
         before = signal.getsignal(signal.SIGTERM)
@@ -297,4 +373,6 @@ class TestLedger:
         finally:
             signal.signal(signal.SIGTERM, before)
         assert ended.value.code == 1
-        assert "the calls hold 7 sampled tokens, the ledger says 5" in " ".join(capsys.readouterr().err.split())
+        assert "the calls hold 7 sampled tokens, the ledger says 5" in " ".join(
+            capsys.readouterr().err.split()
+        )

@@ -47,13 +47,17 @@ def growing(tmp_path):
     judged |= {"queued_seconds": 1.0, "running_seconds": 61.25}
     writer.add_session(session("judged", reward=0.0, harness_version="1.0", **judged))
     parts = {"speed": 0.5}
-    writer.add_session(session("judged", reward=0.5, revision=1, parts=parts, harness_version="1.0", **judged))
+    writer.add_session(
+        session("judged", reward=0.5, revision=1, parts=parts, harness_version="1.0", **judged)
+    )
     late = {"harness": "codex", "runtime": "sandbox", "harness_version": "1.1"}
     writer.add_session(session("late", "timeout", 0.25, **late))
     writer.add_call(shell("running", 1, "ls"))
     writer.add_call(shell("running", 2, "git log --all && git fsck"))
     early, after = START, START + timedelta(seconds=9)
-    writer.add_event(Event(kind="refused", session_id="running", host="telemetry.example", at=early))
+    writer.add_event(
+        Event(kind="refused", session_id="running", host="telemetry.example", at=early)
+    )
     writer.add_event(Event(kind="refused", session_id="running", host="github.com", at=after))
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "judged.diff").write_text("--- a\n")
@@ -69,14 +73,26 @@ def printed(*arguments):
 
 def test_a_run_has_its_outcomes_parts_suspicions_and_provenance(growing):
     summary = summarize(growing)
-    assert summary.outcomes == [OutcomeRow("completed", 1, 1, 0.5), OutcomeRow("timeout", 1, 1, 0.25)]
+    assert summary.outcomes == [
+        OutcomeRow("completed", 1, 1, 0.5),
+        OutcomeRow("timeout", 1, 1, 0.25),
+    ]
     assert summary.parts == [PartRow("speed", 1, 0.5)]
     counts = {row.rule: (row.sessions, row.matches) for row in summary.suspicions}
-    assert counts == {"refused_hosts": (1, 1), "git_history": (1, 2), "odd_files": (1, 1), "forged_report": (1, 1)}
+    assert counts == {
+        "refused_hosts": (1, 1),
+        "git_history": (1, 2),
+        "odd_files": (1, 1),
+        "forged_report": (1, 1),
+    }
     provenance = [(row.harness_version, row.runtime, row.sessions) for row in summary.provenance]
     assert provenance == [("1.0", "sandbox", 1), ("1.1", "sandbox", 1)]
     text = printed(growing)
-    for shown in ("1 groups mix programs, tasks or places", "g: harness_version 1.0 and 1.1", "git_history"):
+    for shown in (
+        "1 groups mix programs, tasks or places",
+        "g: harness_version 1.0 and 1.1",
+        "git_history",
+    ):
         assert shown in text
     values = json.loads(printed(growing, "--json"))
     assert [row["status"] for row in values["outcomes"]] == ["completed", "timeout"]
@@ -92,7 +108,14 @@ def test_a_session_that_runs_has_the_suspicions_of_its_calls_so_far(growing):
 
 def test_a_session_shows_its_evidence_and_all_its_rows(growing):
     text = printed(growing, "judged")
-    expected = ["reward 0.5", "1 failed, 2 passed", "t.py::b: failed", "src/[bold].py", "pipe: fifo", "ab" * 32]
+    expected = [
+        "reward 0.5",
+        "1 failed, 2 passed",
+        "t.py::b: failed",
+        "src/[bold].py",
+        "pipe: fifo",
+        "ab" * 32,
+    ]
     expected += [
         "queued 1.0 s, running 61.2 s",
         "logs/judged.diff",
@@ -111,19 +134,34 @@ def test_a_session_shows_its_evidence_and_all_its_rows(growing):
 
 def test_a_session_without_facts_has_no_empty_tables(growing):
     text = printed(growing, "late")
-    assert [title for title in ("evidence", "suspicions", "rows of the session") if title in text] == []
+    assert [
+        title for title in ("evidence", "suspicions", "rows of the session") if title in text
+    ] == []
 
 
 def test_the_mean_of_an_outcome_is_over_its_rewards_and_infrastructure_has_none():
-    sessions = [session("a", "failed", None), session("b", "failed", 0.5), session("c", "infrastructure", 1.0)]
-    assert outcome_rows(sessions) == [OutcomeRow("failed", 2, 1, 0.5), OutcomeRow("infrastructure", 1, 0, None)]
+    sessions = [
+        session("a", "failed", None),
+        session("b", "failed", 0.5),
+        session("c", "infrastructure", 1.0),
+    ]
+    assert outcome_rows(sessions) == [
+        OutcomeRow("failed", 2, 1, 0.5),
+        OutcomeRow("infrastructure", 1, 0, None),
+    ]
     assert part_rows(sessions) == []
 
 
 def test_means_of_tasks_and_parts_are_over_the_sessions_with_a_reward():
     parts = {"parts": {"speed": 1.0}}
-    sessions = [session("a", task_id="b", **parts), session("b", "failed", 0.0, task_id="b"), session("c")]
-    sessions += [session(status, status, 1.0, task_id="a", **parts) for status in ("unjudged", "cancelled")]
+    sessions = [
+        session("a", task_id="b", **parts),
+        session("b", "failed", 0.0, task_id="b"),
+        session("c"),
+    ]
+    sessions += [
+        session(status, status, 1.0, task_id="a", **parts) for status in ("unjudged", "cancelled")
+    ]
     assert task_rows(sessions) == [TaskRow("a", 2, 0, None), TaskRow("b", 2, 2, 0.5)]
     assert part_rows(sessions) == [PartRow("speed", 1, 1.0)]
 
@@ -136,4 +174,6 @@ def test_a_group_mixes_what_is_known_to_differ_among_its_rewarded_sessions():
     assert mixed_groups([made("a", "1"), made("b", "2", status="infrastructure")]) == []
     assert mixed_groups([made("a", "1"), made("b", "2", group_id="other")]) == []
     found = mixed_groups([made("a", "1"), made("b", "2", runtime="process")])
-    assert found == [MixedGroup("g", {"harness_version": ["1", "2"], "runtime": ["process", "sandbox"]})]
+    assert found == [
+        MixedGroup("g", {"harness_version": ["1", "2"], "runtime": ["process", "sandbox"]})
+    ]

@@ -21,18 +21,29 @@ from tests.factories import START, make_call, make_session, write_run
 
 def session(number, version, reward, status="completed", **fields):
     started = START + timedelta(seconds=number)
-    return make_session(f"s{number}", status, reward=reward, policy_version=version, started_at=started, **fields)
+    return make_session(
+        f"s{number}", status, reward=reward, policy_version=version, started_at=started, **fields
+    )
 
 
 @pytest.mark.parametrize(
     ("sessions", "steps"),
     [
         (  # in the order in which the versions were used
-            [session(3, "10", 1.0), session(1, "9", 0.0), session(2, "9", 0.5), session(4, None, None)],
+            [
+                session(3, "10", 1.0),
+                session(1, "9", 0.0),
+                session(2, "9", 0.5),
+                session(4, None, None),
+            ],
             [("9", 2, 0.25, 0.5), ("10", 1, 1.0, 1.0), ("default", 1, None, None)],
         ),
         (  # the attempts at a step have the same weights
-            [session(1, "1a2b3c4d.9.0", 0.0), session(2, "1a2b3c4d.9.1", 1.0), session(3, "1a2b3c4d.10.1", 1.0)],
+            [
+                session(1, "1a2b3c4d.9.0", 0.0),
+                session(2, "1a2b3c4d.9.1", 1.0),
+                session(3, "1a2b3c4d.10.1", 1.0),
+            ],
             [("1a2b3c4d.9", 2, 0.5, 1.0), ("1a2b3c4d.10", 1, 1.0, 1.0)],
         ),
         (  # a fault has no reward, whoever recorded one
@@ -46,7 +57,16 @@ def test_rewards_are_counted_by_the_weights_of_a_step(sessions, steps):
 
 
 def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
-    others = ("unauthorised", "uncaptured", "hidden", "joined", "replayed", "continued", "switched", "fault")
+    others = (
+        "unauthorised",
+        "uncaptured",
+        "hidden",
+        "joined",
+        "replayed",
+        "continued",
+        "switched",
+        "fault",
+    )
     broken = {"logprobs": [1.0], "violation": "log-probability 0 is positive (1.0)"}
     write_run(
         tmp_path,
@@ -54,7 +74,10 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
         make_call("b", [9], **broken),
         make_call("c", [8], weight_versions=[], status="aborted"),
         make_call("d", [7], role="auxiliary"),
-        *(Event(kind="call_started", session_id="s", call_id=call_id) for call_id in ("a", "b", "c", "lost")),
+        *(
+            Event(kind="call_started", session_id="s", call_id=call_id)
+            for call_id in ("a", "b", "c", "lost")
+        ),
         Event(kind="refused", session_id="s", host="example.com"),
         *(Event(kind=kind) for kind in others),
         make_session(),
@@ -62,8 +85,20 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     summary = summarize(tmp_path)
     assert summary.calls == {"completed": 3, "aborted": 1}
     assert summary.refused == {"example.com": 1}
-    counts = ("interrupted", "hidden", "unauthorised", "uncaptured_calls", "retried", "continued", "switched", "faults")
-    assert {name: getattr(summary, name) for name in counts} == {**dict.fromkeys(counts, 1), "retried": 2}
+    counts = (
+        "interrupted",
+        "hidden",
+        "unauthorised",
+        "uncaptured_calls",
+        "retried",
+        "continued",
+        "switched",
+        "faults",
+    )
+    assert {name: getattr(summary, name) for name in counts} == {
+        **dict.fromkeys(counts, 1),
+        "retried": 2,
+    }
     assert summary.rejected == 0
     assert summary.roles == {"agent": 3, "auxiliary": 1}
     assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
@@ -86,11 +121,17 @@ def test_a_summary_is_made_of_digests_of_the_sessions_read_so_far(tmp_path):
             digest_session(traced, session_events(index, traced.recorded.session_id))
             for traced in iter_traces(whole, TraceOptions())
         ]
-        further = [event for session_id in ("events only", None) for event in session_events(index, session_id)]
+        further = [
+            event
+            for session_id in ("events only", None)
+            for event in session_events(index, session_id)
+        ]
     assert summarize_digests(digests, further) == summarize(whole)
     first = summarize_digests(digests[:1])
     assert (first.calls, first.interrupted, first.unauthorised) == ({"completed": 1}, 1, 0)
-    assert [(row.session_id, row.task_id, row.group_id) for row in first.session_rows] == [("a", "t", "g")]
+    assert [(row.session_id, row.task_id, row.group_id) for row in first.session_rows] == [
+        ("a", "t", "g")
+    ]
     assert summarize(whole).interrupted == 2
     assert summarize_digests([]).calls == {}
 
@@ -111,7 +152,9 @@ def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
         assert "[red]" not in printed.getvalue()
 
 
-def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warns_when_it_is_next_to_nothing(tmp_path):
+def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warns_when_it_is_next_to_nothing(
+    tmp_path,
+):
     rows = []
     for harness, cached in [("good", 1_000), ("bad", 16)]:
         first = make_call("a", [1] * 1_000, [2] * 200, session_id=harness, cached_tokens=0)
@@ -119,7 +162,10 @@ def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warn
         rows.append(make_call("b", [3] * 50, [], after=first, cached_tokens=cached))
     write_run(tmp_path, *rows)
     summary = summarize(tmp_path)
-    counted = [(row.harness, row.kind, row.prompts.known_tokens, row.share, row.unused) for row in summary.cache]
+    counted = [
+        (row.harness, row.kind, row.prompts.known_tokens, row.share, row.unused)
+        for row in summary.cache
+    ]
     assert counted == [
         ("bad", "bridged", 1_200, 16 / 1_250, True),
         ("bad", "root", 0, 0.0, False),
@@ -128,4 +174,6 @@ def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warn
     ]
     assert summary.to_json()["cache"][0]["prompts"]["cached_tokens"] == 16
     Console(file=(printed := StringIO()), width=200).print(summary)
-    assert "Continued calls (bad) take next to nothing from the cache" in " ".join(printed.getvalue().split())
+    assert "Continued calls (bad) take next to nothing from the cache" in " ".join(
+        printed.getvalue().split()
+    )

@@ -78,7 +78,9 @@ def written(tmp_path, tokenizer_folder):
     digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
 
     def written(*rows, name="run", **metadata):
-        return write_run(tmp_path / name, *rows, **{"model": str(tokenizer_folder), **digests, **metadata})
+        return write_run(
+            tmp_path / name, *rows, **{"model": str(tokenizer_folder), **digests, **metadata}
+        )
 
     return written
 
@@ -89,7 +91,8 @@ def run(written):
 
 
 def score(run, engine, *options, name="big"):
-    """Run `rolltap score`, and return its exit status and what it printed. Raises the errors of users."""
+    """Run `rolltap score`, and return its exit status and what it printed. Raises the errors of
+    users."""
     arguments = [str(run), "--engine", engine.url, "--as", name, *options]
     ended = CliRunner().invoke(score_command, arguments, standalone_mode=False)
     if ended.exception and not isinstance(ended.exception, SystemExit):
@@ -97,14 +100,21 @@ def score(run, engine, *options, name="big"):
     return ended.exit_code, ended.stdout
 
 
-def test_every_sampled_token_has_the_score_of_its_place_and_a_conversation_takes_one_request(run, engine):
+def test_every_sampled_token_has_the_score_of_its_place_and_a_conversation_takes_one_request(
+    run, engine
+):
     status, printed = score(run, engine, "--json")
     for call in CALLS:
         found = open_run(run).scores("big", call.session_id)[call.call_id]
-        assert (found.logprobs, found.scorer) == (expected(call), f"{engine.root} (weights default)")
+        assert (found.logprobs, found.scorer) == (
+            expected(call),
+            f"{engine.root} (weights default)",
+        )
         assert (found.top_k, found.top_ids) == (0, [])
     ends = [LAST, RIGHT, OTHER]
-    assert sorted(engine.scored) == sorted([*call.prompt_ids, *call.completion_ids] for call in ends)
+    assert sorted(engine.scored) == sorted(
+        [*call.prompt_ids, *call.completion_ids] for call in ends
+    )
     report, tokens = json.loads(printed), sum(len(call.completion_ids) for call in CALLS)
     apart = [r - s for call in CALLS for r, s in zip(call.logprobs, expected(call), strict=True)]
     assert report.pop("divergence") == pytest.approx(np.mean(apart))
@@ -150,7 +160,9 @@ def test_so_many_requests_run_at_a_time(run, engine):
 def test_an_engine_that_ends_by_scores_beside_other_calls_is_refused(run, engine):
     engine.answers["/server_info"] = {"vllm_config": {"lora_config": {"max_loras": 2}}}
     del engine.answers[PATH]  # `rolltap serve` did not start it
-    with pytest.raises(EngineError, match=r"takes LoRA adapters, .* start it with `rolltap serve`, or without"):
+    with pytest.raises(
+        EngineError, match=r"takes LoRA adapters, .* start it with `rolltap serve`, or without"
+    ):
         score(run, engine)
     assert engine.scored == []
 
@@ -168,10 +180,15 @@ def test_a_later_call_is_scored_alone(run, engine):
 def test_calls_that_cannot_be_scored_are_counted_and_the_rest_is_scored(written, engine):
     long = make_call(7, range(100, 197), [5, 6], session_id="long")
     broken = make_call(8, [1], [2], session_id="broken", violation="its prompt is lost")
-    run = written(*CALLS, long, broken, make_call(9, [1], [], session_id="none", logprobs=[], status="failed"))
+    run = written(
+        *CALLS, long, broken, make_call(9, [1], [], session_id="none", logprobs=[], status="failed")
+    )
     status, printed = score(run, engine)
     assert status == 3
-    assert printed.splitlines()[-2:] == ["without scores: 1 too long for the engine", "without scores: 1 violation"]
+    assert printed.splitlines()[-2:] == [
+        "without scores: 1 too long for the engine",
+        "without scores: 1 violation",
+    ]
     assert printed.startswith("big: 5 calls, 8 tokens scored by ")
 
 
@@ -180,7 +197,9 @@ def test_an_adapter_of_the_engine_scores_as_itself(run, engine):
     score(run, engine, "--adapter", "policy-1", name="one")
     [found] = open_run(run).scores("one", "t").values()
     assert found.scorer == f"{engine.root} (weights policy-1)"
-    assert {body["model"] for path, body in engine.requests if path == "/v1/completions"} == {"policy-1"}
+    assert {body["model"] for path, body in engine.requests if path == "/v1/completions"} == {
+        "policy-1"
+    }
 
 
 def test_some_sessions_are_scored(run, engine):
@@ -195,7 +214,9 @@ def test_several_engines_share_the_work_if_they_serve_the_same(run, engine, tmp_
         open_run(run).score(f"{engine.url},{second.url}", "big", progress=False)
         assert sorted(map(len, (engine.scored, second.scored))) == [1, 2]
         second.version = "2"
-        with pytest.raises(InputError, match=r"weights 2\) and .*weights default\): give those of one scorer"):
+        with pytest.raises(
+            InputError, match=r"weights 2\) and .*weights default\): give those of one scorer"
+        ):
             open_run(run).score(f"{engine.url},{second.url}", "other", progress=False)
 
 
@@ -213,12 +234,17 @@ class TestRefused:
     def test_a_name_of_another_scorer(self, run, engine):
         score(run, engine)
         engine.version = "2"
-        with pytest.raises(InputError, match=r"'big' .* are those of .*weights default\): score it as another name"):
+        with pytest.raises(
+            InputError, match=r"'big' .* are those of .*weights default\): score it as another name"
+        ):
             score(run, engine)
 
     def test_an_engine_with_another_tokenizer(self, run, engine):
         engine.answers["/tokenize"] = {"tokens": [1, 2, 3]}
-        with pytest.raises(InputError, match=r"serves .*big, whose tokenizer is not that of .*: it would score other"):
+        with pytest.raises(
+            InputError,
+            match=r"serves .*big, whose tokenizer is not that of .*: it would score other",
+        ):
             score(run, engine)
         assert engine.scored == []
 
@@ -228,7 +254,10 @@ class TestRefused:
         engine.answers["/detokenize"] = lambda _, body: {
             "prompt": tokenizer.decode([swapped.get(token, token) for token in body["tokens"]])
         }
-        with pytest.raises(InputError, match=r"serves .*big, whose tokenizer is not that of .*: it would score other"):
+        with pytest.raises(
+            InputError,
+            match=r"serves .*big, whose tokenizer is not that of .*: it would score other",
+        ):
             score(run, engine)
         assert engine.scored == []
 

@@ -12,17 +12,27 @@ def byte_level(tokenizer):
 
 @pytest.fixture(scope="module")
 def byte_fallback():
-    """Return the text of a tokenizer in the manner of SentencePiece: words, and bytes for all else."""
+    """Return the text of a tokenizer in the manner of SentencePiece: words, and bytes for all
+    else."""
     words = ["<s>", "▁a", "▁caf", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(["<s>"])
     return TokenText(tokenizer)
 
 
-@pytest.mark.parametrize("text", ["plain words\n\ttab", "café", "emoji 🙂 and 日本", "  ", "a\u200bb"])
+@pytest.mark.parametrize(
+    "text", ["plain words\n\ttab", "café", "emoji 🙂 and 日本", "  ", "a\u200bb"]
+)
 def test_the_pieces_are_the_text_of_the_tokens(byte_level, tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces = byte_level.pieces(ids)
@@ -37,7 +47,9 @@ def test_a_character_of_several_tokens_is_one_piece_with_its_bytes(byte_level, t
     assert byte_level.pieces(ids) == [["🙂", len(ids), "f09f9982"]]
 
 
-def test_a_character_that_stays_incomplete_is_marked_and_what_follows_is_read(byte_level, tokenizer):
+def test_a_character_that_stays_incomplete_is_marked_and_what_follows_is_read(
+    byte_level, tokenizer
+):
     ids = tokenizer("🙂", add_special_tokens=False)["input_ids"]
     (word,) = tokenizer("a", add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
@@ -49,7 +61,10 @@ def test_a_character_that_stays_incomplete_is_marked_and_what_follows_is_read(by
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_shown_as_ids(byte_level):
-    assert byte_level.pieces([2**31 - 1, -1]) == [["<2147483647>", 1, "special"], ["<-1>", 1, "special"]]
+    assert byte_level.pieces([2**31 - 1, -1]) == [
+        ["<2147483647>", 1, "special"],
+        ["<-1>", 1, "special"],
+    ]
     assert byte_level.pieces([]) == []
 
 
@@ -66,7 +81,9 @@ def test_bytes_of_a_fallback_are_joined_to_characters(byte_fallback):
 
 
 def test_without_the_tokenizer_it_says_why(tmp_path):
-    assert "is not on this machine" in load_text(write_run(tmp_path / "run", model="/nowhere/model"))
+    assert "is not on this machine" in load_text(
+        write_run(tmp_path / "run", model="/nowhere/model")
+    )
 
 
 def test_a_damaged_tokenizer_is_none(tmp_path):

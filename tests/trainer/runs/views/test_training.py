@@ -1,4 +1,5 @@
-"""A training and its steps, the sessions of a task, and sessions as they end, as `rolltap inspect` prints them."""
+"""A training and its steps, the sessions of a task, and sessions as they end, as `rolltap inspect`
+prints them."""
 
 import json
 from itertools import islice
@@ -36,14 +37,19 @@ def run(tmp_path):
 
 def test_the_ledger_of_a_training_says_what_its_steps_trained(run):
     summary = summarize(run)
-    assert summary.ledger == Ledger(sampled=12, trained=6, left_out={"no_signal": 3, "auxiliary": 3})
+    assert summary.ledger == Ledger(
+        sampled=12, trained=6, left_out={"no_signal": 3, "auxiliary": 3}
+    )
     assert summary.trained == [
         StepRow(step=1, sessions=2, sampled=8, trained=3, left_out={"auxiliary": 2, "no_signal": 3})
     ]
     rows = [(row.session_id, row.step, row.advantage, row.reason) for row in summary.session_rows]
     assert rows == [("s", 1, 1.0, None), ("t", 1, None, "no_signal"), ("u", None, None, None)]
     text = " ".join(printed(run).replace("│", " ").replace("┃", " ").split())
-    assert "trained, in the newest step of 2 sessions 3 to train, in no step yet 3 left out: auxiliary 3" in text
+    assert (
+        "trained, in the newest step of 2 sessions 3 to train, in no step yet 3 left out:"
+        " auxiliary 3" in text
+    )
     assert "1 2 8 3 2 auxiliary, 3 no_signal" in text
     for path in run.glob("trained-*.arrow"):
         path.unlink()
@@ -55,7 +61,12 @@ def test_a_session_says_which_steps_took_it(run):
     view = json.loads(printed(run, "t", "--json"))
     assert view["ledger"]["left_out"] == {"auxiliary": 1, "no_signal": 3}
     [step] = view["trained"]
-    assert (step["step"], step["version"], step["reason"], step["trained"]) == (1, "run.0.0", "no_signal", 0)
+    assert (step["step"], step["version"], step["reason"], step["trained"]) == (
+        1,
+        "run.0.0",
+        "no_signal",
+        0,
+    )
     assert "trained steps" in printed(run, "t")
     assert json.loads(printed(run, "u", "--json"))["trained"] == []
 
@@ -95,15 +106,26 @@ class TestFilters:
     def test_a_task_or_group_has_a_summary_of_its_own(self, run):
         assert [row.session_id for row in summarize(run, task="one").session_rows] == ["a", "c"]
         summary = json.loads(printed(run, "--group", "one-2", "--json"))
-        assert [(row["session_id"], row["task_id"], row["group_id"]) for row in summary["session_rows"]] == [
-            ("c", "one", "one-2")
-        ]
-        assert (summary["ledger"]["sampled"], summary["sessions"], len(summary["tasks"])) == (1, {"completed": 1}, 1)
+        assert [
+            (row["session_id"], row["task_id"], row["group_id"]) for row in summary["session_rows"]
+        ] == [("c", "one", "one-2")]
+        assert (summary["ledger"]["sampled"], summary["sessions"], len(summary["tasks"])) == (
+            1,
+            {"completed": 1},
+            1,
+        )
         with pytest.raises(InputError, match="has no task 'three'"):
             summarize(run, task="three")
 
     @pytest.mark.parametrize(
-        ("sort", "order"), [("started", "abc"), ("reward", "cab"), ("tokens", "bac"), ("calls", "abc"), ("task", "acb")]
+        ("sort", "order"),
+        [
+            ("started", "abc"),
+            ("reward", "cab"),
+            ("tokens", "bac"),
+            ("calls", "abc"),
+            ("task", "acb"),
+        ],
     )
     def test_sessions_are_in_the_order_that_was_asked_for(self, run, sort, order):
         rows = json.loads(printed(run, "--sort", sort, "--json"))["session_rows"]
@@ -132,12 +154,16 @@ class TestFilters:
         monkeypatch.setattr("time.sleep", interrupt)
         lines = printed(run, "--follow").splitlines()
         assert next(line.split()[1:] for line in lines) == ["a", "one", "one-1", "completed", "0.0"]
-        assert [json.loads(line)["reward"] for line in printed(run, "--follow", "--json").splitlines()] == [
+        assert [
+            json.loads(line)["reward"] for line in printed(run, "--follow", "--json").splitlines()
+        ] == [
             0.0,
             None,
             1.0,
         ]
 
-    @pytest.mark.parametrize("arguments", [["a", "--task", "one"], ["a", "--full"], ["--follow", "--sort", "task"]])
+    @pytest.mark.parametrize(
+        "arguments", [["a", "--task", "one"], ["a", "--full"], ["--follow", "--sort", "task"]]
+    )
     def test_options_that_do_not_fit_are_refused(self, run, arguments):
         assert CliRunner().invoke(inspect_command, [str(run), *arguments]).exit_code == 2

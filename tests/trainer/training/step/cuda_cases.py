@@ -1,7 +1,7 @@
 """Packs through small models on a GPU, by tensors without data: see `fake_cuda`.
 
-torch checks these as on a GPU: devices that do not match, the rules of autocast, the shapes of FlexAttention's
-forward and backward pass. Its kernels are not compiled.
+torch checks these as on a GPU: devices that do not match, the rules of autocast, the shapes of
+FlexAttention's forward and backward pass. Its kernels are not compiled.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,9 @@ class Values(TorchDispatchMode):
         """Return True, because torch traces functions of FlexAttention only under such modes."""
         return True
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
             return 0.0
         if function is torch.ops.aten.index.Tensor:

@@ -1,4 +1,5 @@
-"""A process in which a CPU build of torch has tensors on "cuda:0": with a shape and a type, without data.
+"""A process in which a CPU build of torch has tensors on "cuda:0": with a shape and a type, without
+data.
 
     python -m tests.trainer.training.step.fake_cuda LIBRARY
 
@@ -63,4 +64,6 @@ def _error(case: Callable[[], None]) -> str | None:
 
 if __name__ == "__main__":
     print(json.dumps(run(sys.argv[1])), flush=True)
-    os._exit(0)  # torch's thread for the device may be running, and would abort the end of the process
+    os._exit(
+        0
+    )  # torch's thread for the device may be running, and would abort the end of the process

@@ -1,4 +1,5 @@
-"""One gradient, computed in many ways: cases of `test_invariance.py`, and the program that its two processes run."""
+"""One gradient, computed in many ways: cases of `test_invariance.py`, and the program that its two
+processes run."""
 
 import copy
 import gc
@@ -55,7 +56,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "vespo_k_neg": 2.0,
         "vespo_lambda_neg": 1.0,
     },
-    "sapo, other temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+    "sapo, other temperatures": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 2.0,
+        "sapo_temperature_neg": 3.0,
+    },
     "epsilon": {"epsilon": 0.02, "epsilon_high": 0.03},
     "delta": {"delta": 1.05},
     "scale by batch": {"scale_rewards": "batch"},
@@ -90,8 +95,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "more micro-batches than sessions": {"strategy": "tree", "gradient_accumulation_steps": 20},
     "checkpointing": {"strategy": "per_request", "activation_checkpointing": True},
     "packed": {"forward": "packed"},
-    "packed, checkpointing": {"forward": "packed", "activation_checkpointing": True, "strategy": "per_request"},
-    "packed micro-batches": {"forward": "packed", "strategy": "tree", "gradient_accumulation_steps": 2},
+    "packed, checkpointing": {
+        "forward": "packed",
+        "activation_checkpointing": True,
+        "strategy": "per_request",
+    },
+    "packed micro-batches": {
+        "forward": "packed",
+        "strategy": "tree",
+        "gradient_accumulation_steps": 2,
+    },
 }
 """Name -> ways to compute the same gradient."""
 
@@ -102,7 +115,8 @@ TOGETHER = cases(OPTIONS, 0, 1, 2, 11, 15, 18)
 
 @dataclass
 class Case:
-    """A model, the sessions that it sampled or, off policy, that an older one sampled. That is its reference."""
+    """A model, the sessions that it sampled or, off policy, that an older one sampled. That is its
+    reference."""
 
     model: PreTrainedModel
     off_policy: bool
@@ -122,14 +136,22 @@ class Case:
     def gradients(self, lora: bool = False, **way: Any) -> dict[str, torch.Tensor]:
         way = {"gradient_accumulation_steps": 1, "activation_checkpointing": False} | way
         traces = self.traces[way.pop("strategy", "prefix_merging")]
-        adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
+        adapter = (
+            LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
+        )
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(5)  # for the adapter
             steps = way.get("num_iterations", 1)
             source = lambda rows: traces  # noqa: E731
             given = self.model if lora else self.reference
             trainer = tiny.make_trainer(
-                given, Path(folder, "out"), source, peft_config=adapter, max_steps=steps, optim="sgd", **way
+                given,
+                Path(folder, "out"),
+                source,
+                peft_config=adapter,
+                max_steps=steps,
+                optim="sgd",
+                **way,
             )
             if not lora:
                 trainer.model.load_state_dict(self.model.state_dict())
@@ -139,7 +161,9 @@ class Case:
     def stock_gradients(self, **options: Any) -> dict[str, torch.Tensor]:
         """Return TRL's own, of merged traces in one padded batch."""
         with tempfile.TemporaryDirectory() as folder:
-            return stock.gradients(self.model, self.reference, self.traces["prefix_merging"], Path(folder), **options)
+            return stock.gradients(
+                self.model, self.reference, self.traces["prefix_merging"], Path(folder), **options
+            )
 
 
 @cache

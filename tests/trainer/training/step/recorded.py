@@ -15,7 +15,8 @@ from tests.factories import make_call
 from tests.trainer.training.step.tiny import make_trainer, record_session, tiny_model
 
 REWARDS = {"a": [0.0, 1.0, 0.5], "b": [1.0, 1.0], "c": [0.0, 1.0, None]}
-"""The third session of a has the advantage 0, group b has no signal, the last session is a fault."""
+"""The third session of a has the advantage 0, group b has no signal, the last session is a fault.
+"""
 CORRECTED = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 1.5}
 SHIFT = 0.5
 """The engine's log-probabilities are lower than the trainer's."""
@@ -31,7 +32,11 @@ def sessions():
             calls = record_session(model, rng, name, [2, 3, 4 + number])
             for call in calls:
                 call.logprobs = [logprob - SHIFT for logprob in call.logprobs]
-            calls.append(make_call(2, [9, 9], [5, 6], session_id=name, call_id=f"{name}-side", role="auxiliary"))
+            calls.append(
+                make_call(
+                    2, [9, 9], [5, 6], session_id=name, call_id=f"{name}-side", role="auxiliary"
+                )
+            )
             status = "infrastructure" if reward is None else "completed"
             row = Session(session_id=name, group_id=group, status=status, reward=reward)
             found.append(RecordedSession(session_id=name, session=row, calls=calls))
@@ -52,7 +57,9 @@ def train(out: Path, accumulation: int, **config):
         **(config or {"loss_type": "grpo", **CORRECTED}),
     )
     with RunWriter(out) as writer:
-        trainer.record = lambda step, *values: write_step(writer, lambda steps: f"run.{steps}.0", step, *values)
+        trainer.record = lambda step, *values: write_step(
+            writer, lambda steps: f"run.{steps}.0", step, *values
+        )
         trainer.train()
     return trainer
 

@@ -22,7 +22,14 @@ from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import FEWEST_TOKENS, Pack
 from tests.trainer.training.step.small_models import branching_rows, small_model
 
-CASES = ("qwen3", "qwen3, bfloat16", "qwen3-moe", "qwen3-moe, LoRA", "qwen3, LoRA, bfloat16", "qwen3, an expert")
+CASES = (
+    "qwen3",
+    "qwen3, bfloat16",
+    "qwen3-moe",
+    "qwen3-moe, LoRA",
+    "qwen3, LoRA, bfloat16",
+    "qwen3, an expert",
+)
 """Family, and what is trained of it. "An expert": a part that a process without rows does not
 use."""
 SHARDINGS = ("none", "full")
@@ -43,7 +50,9 @@ def make_model(case):
         if "bfloat16" in kinds:
             model.bfloat16()
         torch.manual_seed(1)
-        lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+        lora = LoraConfig(
+            r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False
+        )
         if family == "qwen3-moe":  # its head is not tied to the embeddings
             lora.modules_to_save = ["lm_head"]
         model = get_peft_model(model, lora)
@@ -179,7 +188,9 @@ def publish(trainer, case, folder):
         plain = [kind for kind in case.split(", ") if kind not in ("LoRA", "bfloat16")]
         make_model(", ".join(plain)).save_pretrained(base)
         save_whole(trainer.model, folder / "model", base)
-        if isinstance(trainer.model, PeftModel) and "moe" not in case:  # whose experts have adapters too
+        if (
+            isinstance(trainer.model, PeftModel) and "moe" not in case
+        ):  # whose experts have adapters too
             save_adapter(trainer.model, folder / "model", base)
 
     on_main(save)

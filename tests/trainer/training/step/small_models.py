@@ -1,4 +1,5 @@
-"""Small models of the families that are trained, rows that branch in all ways, and the plain pass over these."""
+"""Small models of the families that are trained, rows that branch in all ways, and the plain pass
+over these."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +60,11 @@ CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "query_pr
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"tie_word_embeddings": True}),
-    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "qwen3.5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", LINEAR),
     "deepseek-v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", WINDOWS | CAPS),
@@ -71,7 +76,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": WINDOW}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "granite": ("GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 2.0, "attention_multiplier": 0.25}),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {"logits_scaling": 2.0, "attention_multiplier": 0.25},
+    ),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", WINDOWS),
     "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
     "qwen3.5-moe": (
@@ -80,7 +89,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
     ),
 }
-"""Name -> the classes of the model and of its configuration, and the fields besides the common ones."""
+"""Name -> the classes of the model and of its configuration, and the fields besides the common
+ones."""
 HYBRIDS = ("qwen3.5", "qwen3.5-moe")
 """Families of which three of four layers have linear attention."""
 
@@ -115,9 +125,9 @@ def make_row(ids: Sequence[int], scored: Sequence[int] | None = None) -> Row:
 def branching_rows() -> list[Row]:
     """Return rows that branch in all ways.
 
-    They have the shared prompt of a group, and branches at any place: after 1 or 2 tokens, at a scored token, within
-    scored tokens. There are twins that score other tokens, a row that another one begins with, several roots, a row of
-    two tokens, and one without a scored token.
+    They have the shared prompt of a group, and branches at any place: after 1 or 2 tokens, at a
+    scored token, within scored tokens. There are twins that score other tokens, a row that another
+    one begins with, several roots, a row of two tokens, and one without a scored token.
     """
     random = np.random.default_rng(0)
 
@@ -149,9 +159,11 @@ def branching_rows() -> list[Row]:
 
 
 def plain_pass(model: Any, rows: Sequence[Row], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run each row alone through a model, and the backward pass of the sum of log-probabilities times `weights`.
+    """Run each row alone through a model, and the backward pass of the sum of log-probabilities
+    times `weights`.
 
-    Return log-probabilities and entropies, (rows, S) as `weights` is, and the gradient of all parameters.
+    Return log-probabilities and entropies, (rows, S) as `weights` is, and the gradient of all
+    parameters.
     """
     logprobs = torch.zeros(weights.shape)
     entropies = torch.zeros(weights.shape)

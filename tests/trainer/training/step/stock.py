@@ -22,10 +22,18 @@ def logprobs_of(model, inputs, temperature):
 
 
 def padded(traces, scale):
-    """Return TRL's inputs for traces, one of each session: prompts are padded on the left, completions on the right."""
+    """Return TRL's inputs for traces, one of each session: prompts are padded on the left,
+    completions on the right."""
     before = max(len(trace.prompt_ids) for trace in traces)
     after = max(len(trace.completion_ids) for trace in traces)
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "logprobs")
+    names = (
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "tool_mask",
+        "logprobs",
+    )
     rows = {name: [] for name in names}
     for trace in traces:
         missing = before - len(trace.prompt_ids)
@@ -51,8 +59,11 @@ class StockTrainer(GRPOTrainer):
         return self.given
 
 
-def gradients(model, reference, traces, out: Path, *, num_iterations=1, **options) -> dict[str, torch.Tensor]:
-    """Return the gradients of the last step of a batch. `reference` is the model whose weights a divergence is from."""
+def gradients(
+    model, reference, traces, out: Path, *, num_iterations=1, **options
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of the last step of a batch. `reference` is the model whose weights a
+    divergence is from."""
     settings = {
         "output_dir": str(out),
         "use_cpu": True,
@@ -92,7 +103,9 @@ def gradients(model, reference, traces, out: Path, *, num_iterations=1, **option
     if corrects:
         own = logprobs_of(model, inputs, trainer.temperature)
         inputs["old_per_token_logps"] = own
-        inputs["importance_sampling_ratio"] = importance(trainer, own - inputs["sampling_per_token_logps"], inputs)
+        inputs["importance_sampling_ratio"] = importance(
+            trainer, own - inputs["sampling_per_token_logps"], inputs
+        )
     trainer.given = inputs
     trainer.train()
     return spy.gradients[-1]

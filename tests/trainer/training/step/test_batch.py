@@ -43,7 +43,11 @@ def nodes(rows):
 
 
 def sessions_of(traces, advantages=None, routing=False):
-    advantages = dict.fromkeys([each.session_id for each in traces], 1.0) if advantages is None else advantages
+    advantages = (
+        dict.fromkeys([each.session_id for each in traces], 1.0)
+        if advantages is None
+        else advantages
+    )
     return session_tokens(traces, advantages, routing=routing, embeddings=100)
 
 
@@ -70,8 +74,14 @@ class TestSignal:
         assert not rewards_differ([0.3, 0.1 + 0.2])
         assert rewards_differ([0.3, 0.1 + 0.2, 0.3 + 1e-5])
 
-    def test_tokens_of_equal_rewards_and_of_a_session_alone_are_left_out_by_name_and_their_rewards_stay(self):
-        traces = [trace("a0", [1], [2, 3], [1, 1]), trace("b0", [1], [2], [1]), trace("c0", [1], [2, 3], [0, 1])]
+    def test_tokens_of_equal_rewards_and_of_a_session_alone_are_left_out_by_name_and_their_rewards_stay(
+        self,
+    ):
+        traces = [
+            trace("a0", [1], [2, 3], [1, 1]),
+            trace("b0", [1], [2], [1]),
+            trace("c0", [1], [2, 3], [0, 1]),
+        ]
         ledger = Ledger(sampled=6, trained=4, left_out={"aborted": 2})
         batch = with_signal(TraceBatch(traces=traces, rewards=REWARDS, ledger=ledger))
         assert batch.traces == traces[1:2]
@@ -84,8 +94,14 @@ class TestSignal:
             check_batch(TraceBatch(traces=[trace("x", [1], [2], [1])], rewards=REWARDS))
 
     def test_a_ledger_that_is_not_of_these_traces_is_refused(self):
-        batch = TraceBatch(traces=[trace("a0", [1], [2], [1])], rewards=REWARDS, ledger=Ledger(sampled=5, trained=5))
-        with pytest.raises(InputError, match="1 sampled tokens in 1 traces, but the batch's ledger says 5"):
+        batch = TraceBatch(
+            traces=[trace("a0", [1], [2], [1])],
+            rewards=REWARDS,
+            ledger=Ledger(sampled=5, trained=5),
+        )
+        with pytest.raises(
+            InputError, match="1 sampled tokens in 1 traces, but the batch's ledger says 5"
+        ):
             check_batch(batch)
 
 
@@ -130,7 +146,10 @@ class TestSessions:
         ("wrong", "message"),
         [
             (trace("a", [], [1, 2], [1, 1]), "trace a/0 trains its first token"),
-            (trace("a", [1], [1, 2], [1, 1], [-1.0]), "a/0 has 2 completion ids, 2 mask values and 1 log-prob"),
+            (
+                trace("a", [1], [1, 2], [1, 1], [-1.0]),
+                "a/0 has 2 completion ids, 2 mask values and 1 log-prob",
+            ),
             (trace("a", [100], [2], [1]), "has the token id 100, but the model has 100 embeddings"),
         ],
     )
@@ -169,8 +188,12 @@ class TestSpread:
 
 
 class TestMicroBatches:
-    @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 3), st.integers(1, 3))
-    def test_the_weights_make_the_mean_of_micro_batches_the_mean_over_all(self, lengths, accumulation, processes):
+    @given(
+        st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 3), st.integers(1, 3)
+    )
+    def test_the_weights_make_the_mean_of_micro_batches_the_mean_over_all(
+        self, lengths, accumulation, processes
+    ):
         traces = [trace(f"s{i}", [1, i], [2] * n, [1] * n) for i, n in enumerate(lengths)]
         sessions = sessions_of(traces)
         values = {f"s{i}": float(i) for i in range(len(lengths))}
@@ -178,7 +201,9 @@ class TestMicroBatches:
             total = 0.0
             for process in parts_of(sessions, accumulation, processes, loss_type):
                 for part in process:
-                    own = [(values[traces[s.traces[0]].session_id], s.length) for s in part.sessions]
+                    own = [
+                        (values[traces[s.traces[0]].session_id], s.length) for s in part.sessions
+                    ]
                     if loss_type == "grpo":
                         loss = sum(value for value, _ in own) / part.size
                     else:
@@ -187,7 +212,9 @@ class TestMicroBatches:
             if loss_type == "grpo":
                 expected = np.mean([values[f"s{i}"] for i in range(len(lengths))])
             else:
-                expected = np.average([values[f"s{i}"] for i in range(len(lengths))], weights=lengths)
+                expected = np.average(
+                    [values[f"s{i}"] for i in range(len(lengths))], weights=lengths
+                )
             assert total == pytest.approx(expected)
 
     def test_rows_of_processes_are_as_many_and_empty_ones_count_nothing(self):
@@ -202,7 +229,9 @@ class TestMicroBatches:
 @given(st.integers(0, 20), st.integers(1, 20), st.integers(0, 9), st.booleans())
 def test_every_pass_has_each_row_once_and_no_step_has_a_row_twice(more, per_step, seed, shuffle):
     rows = per_step + more
-    steps = [rows_of_step(step, rows, per_step, seed=seed, shuffle=shuffle) for step in range(3 * rows)]
+    steps = [
+        rows_of_step(step, rows, per_step, seed=seed, shuffle=shuffle) for step in range(3 * rows)
+    ]
     assert all(len(set(step)) == len(step) == per_step for step in steps)
     taken = [row for step in steps for row in step]
     for start in range(0, len(taken), rows):
@@ -211,10 +240,13 @@ def test_every_pass_has_each_row_once_and_no_step_has_a_row_twice(more, per_step
 
 def test_passes_and_seeds_have_orders_of_their_own():
     orders = [
-        [rows_of_step(first + step, 12, 3, seed=seed) for step in range(4)] for first, seed in [(0, 0), (4, 0), (0, 1)]
+        [rows_of_step(first + step, 12, 3, seed=seed) for step in range(4)]
+        for first, seed in [(0, 0), (4, 0), (0, 1)]
     ]
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    taken = [row for step in range(12) for row in rows_of_step(step, 10, 4, seed=0)]  # passes end within a step
+    taken = [
+        row for step in range(12) for row in rows_of_step(step, 10, 4, seed=0)
+    ]  # passes end within a step
     assert len({tuple(taken[start : start + 10]) for start in range(0, 40, 10)}) == 4
 
 

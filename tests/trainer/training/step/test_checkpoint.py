@@ -70,7 +70,9 @@ def several(folder):
 
 def relative_difference(given, expected):
     assert given.keys() == expected.keys()
-    squares = sum((weight.float() - expected[name].float()).square().sum() for name, weight in given.items())
+    squares = sum(
+        (weight.float() - expected[name].float()).square().sum() for name, weight in given.items()
+    )
     return (squares / sum(weight.float().square().sum() for weight in expected.values())).sqrt()
 
 
@@ -111,7 +113,15 @@ def test_one_process_goes_on_from_what_several_saved(one, several, folder, case)
 
 
 WAYS = cases(
-    [(1, "none", "full"), (2, "full", "none"), (1, "none", "none"), (2, "full", "full"), (2, "none", "full")], 0, 1
+    [
+        (1, "none", "full"),
+        (2, "full", "none"),
+        (1, "none", "none"),
+        (2, "full", "full"),
+        (2, "none", "full"),
+    ],
+    0,
+    1,
 )
 
 
@@ -124,7 +134,9 @@ def test_three_processes_go_on_from_what_one_and_two_saved(one, several, folder,
 
 
 def files(folder: Path, pattern: str) -> dict[str, torch.Tensor]:
-    return {name: weight for file in folder.glob(pattern) for name, weight in load_file(file).items()}
+    return {
+        name: weight for file in folder.glob(pattern) for name, weight in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("case", CHOSEN)
@@ -136,7 +148,9 @@ def test_sharded_weights_are_published_as_one_process_does_it(one, several, fold
     kind = torch.bfloat16 if "bfloat16" in case else torch.float32
     for name, weight in given.items():
         assert weight.dtype == (torch.float32 if "lora" in name else kind)
-        assert (weight.float() - expected[name].float()).abs().max() < (0.02 if kind == torch.bfloat16 else 1e-6)
+        assert (weight.float() - expected[name].float()).abs().max() < (
+            0.02 if kind == torch.bfloat16 else 1e-6
+        )
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -177,9 +191,15 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path, saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: setattr(model, "more", torch.nn.Linear(2, 2)), r"2 weights .* such as more\.bias"),
+        (
+            lambda model: setattr(model, "more", torch.nn.Linear(2, 2)),
+            r"2 weights .* such as more\.bias",
+        ),
         (lambda model: delattr(model.model, "norm"), r"1 weights .* such as model\.norm\.weight"),
-        (lambda model: setattr(model.model, "norm", torch.nn.LayerNorm(7, bias=False)), "cannot be written or read"),
+        (
+            lambda model: setattr(model.model, "norm", torch.nn.LayerNorm(7, bias=False)),
+            "cannot be written or read",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(saved, change, message):

@@ -58,13 +58,19 @@ def test_the_reasons(name, why):
     [
         ({"loss_type": "ppo"}, "loss_type = 'ppo': Input should be 'dapo', 'grpo'"),
         ({"forward": "tree"}, "forward = 'tree': Input should be 'packed' or 'padded'"),
-        ({"scale_rewards": "foo"}, "scale_rewards = 'foo': Input should be True, False, 'group', 'batch' or 'none'"),
+        (
+            {"scale_rewards": "foo"},
+            "scale_rewards = 'foo': Input should be True, False, 'group', 'batch' or 'none'",
+        ),
         ({"beta": -1}, "beta = -1: Input should be greater than or equal to 0"),
         ({"beta": "1"}, "beta = '1': Input should be a valid number"),
         ({"temperature": 0}, "temperature = 0: Input should be greater than 0"),
         ({"temperature": math.inf}, "temperature = inf: give a finite number"),
         ({"num_iterations": 0}, "num_iterations = 0: Input should be greater than or equal to 1"),
-        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps = 1.5: Input should be a valid integer"),
+        (
+            {"gradient_accumulation_steps": 1.5},
+            "gradient_accumulation_steps = 1.5: Input should be a valid integer",
+        ),
         ({"epsilon": -0.1}, "epsilon = -0.1: Input should be greater"),
         ({"epsilon_high": -0.1}, "epsilon_high = -0.1: Input should be greater"),
         ({"learning_rate": -1.0}, "learning_rate = -1.0: Input should be greater"),
@@ -75,13 +81,31 @@ def test_the_reasons(name, why):
             {"activation_checkpointing": False, "offload_checkpoints": True},
             "has no effect with activation_checkpointing = F",
         ),
-        ({"use_bias_correction_kl": False}, "use_bias_correction_kl = False has no effect with beta = 0"),
-        ({"max_completion_length": 9}, "max_completion_length = 9 has no effect with loss_type = 'dapo'"),
-        ({"loss_type": "dr_grpo"}, "max_completion_length = None with loss_type = 'dr_grpo'.*: give a number"),
-        ({"loss_type": "vespo", "epsilon": 0.1}, "epsilon = 0.1 has no effect with loss_type = 'vespo'"),
+        (
+            {"use_bias_correction_kl": False},
+            "use_bias_correction_kl = False has no effect with beta = 0",
+        ),
+        (
+            {"max_completion_length": 9},
+            "max_completion_length = 9 has no effect with loss_type = 'dapo'",
+        ),
+        (
+            {"loss_type": "dr_grpo"},
+            "max_completion_length = None with loss_type = 'dr_grpo'.*: give a number",
+        ),
+        (
+            {"loss_type": "vespo", "epsilon": 0.1},
+            "epsilon = 0.1 has no effect with loss_type = 'vespo'",
+        ),
         ({"vespo_k_pos": 1.0}, "vespo_k_pos = 1.0 has no effect with loss_type = 'dapo'"),
-        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos = 2.0 has no effect with loss_type = 'dapo'"),
-        ({"entropy_target": 0.5}, "entropy_target = 0.5 has no effect with use_adaptive_entropy = False"),
+        (
+            {"sapo_temperature_pos": 2.0},
+            "sapo_temperature_pos = 2.0 has no effect with loss_type = 'dapo'",
+        ),
+        (
+            {"entropy_target": 0.5},
+            "entropy_target = 0.5 has no effect with use_adaptive_entropy = False",
+        ),
         (
             {"vllm_importance_sampling_clip_max": 2.0},
             "clip_max = 2.0 has no effect with vllm_importance_sampling_correction = False",
@@ -98,12 +122,18 @@ def test_the_reasons(name, why):
             },
             "vllm_importance_sampling_mode = 'sequence_mask' with loss_type = 'vespo'",
         ),
-        ({"loss_type": "cispo"}, "epsilon_high = None with loss_type = 'cispo'.*: give more than 1"),
+        (
+            {"loss_type": "cispo"},
+            "epsilon_high = None with loss_type = 'cispo'.*: give more than 1",
+        ),
         (
             {"loss_type": "cispo", "epsilon_high": 1.0},
             "epsilon_high = 1.0 with loss_type = 'cispo'.*: give more than 1",
         ),
-        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon = 0.1 has no effect"),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1},
+            "epsilon = 0.1 has no effect",
+        ),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0}, "delta = 2.0 has no effect"),
         ({"log_level": "loud"}, "log_level = 'loud'"),
         ({"lr_scheduler_type": "x"}, "lr_scheduler_type = 'x': x is not a valid SchedulerType"),
@@ -112,20 +142,44 @@ def test_the_reasons(name, why):
         ({"optim_args": "a"}, r"^optim_args = 'a': not enough values"),
         ({"adam_beta1": 2.0}, r"^adam_beta1 = 2\.0: Invalid beta parameter"),
         ({"optim": "adamw_8bit", "adam_beta1": 0.5}, r"^optim = 'adamw_8bit': .*bitsandbytes"),
-        ({"optim_args": "a=1"}, r"^optim_args = 'a=1' has no effect with optim = 'adamw_torch_fused': leave one of"),
-        ({"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1 = 0.8 has no effect with optim = 'sgd': leave one of them"),
-        ({"optim": "adafactor", "adam_beta2": 0.8}, "adam_beta2 = 0.8 has no effect with optim = 'adafactor'"),
-        ({"optim": "rmsprop", "adam_epsilon": 0.8}, "adam_epsilon = 0.8 has no effect with optim = 'rmsprop'"),
+        (
+            {"optim_args": "a=1"},
+            r"^optim_args = 'a=1' has no effect with optim = 'adamw_torch_fused': leave one of",
+        ),
+        (
+            {"optim": "sgd", "adam_beta1": 0.8},
+            "adam_beta1 = 0.8 has no effect with optim = 'sgd': leave one of them",
+        ),
+        (
+            {"optim": "adafactor", "adam_beta2": 0.8},
+            "adam_beta2 = 0.8 has no effect with optim = 'adafactor'",
+        ),
+        (
+            {"optim": "rmsprop", "adam_epsilon": 0.8},
+            "adam_epsilon = 0.8 has no effect with optim = 'rmsprop'",
+        ),
         (
             {"lr_scheduler_type": "constant", "warmup_steps": 3},
-            "warmup_steps = 3 has no effect with lr_scheduler_type = 'constant': leave one of them out",
+            (
+                "warmup_steps = 3 has no effect with lr_scheduler_type = 'constant': leave one of"
+                " them out"
+            ),
         ),
-        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs = {'a': 1} has no"),
-        ({"max_steps": 2, "num_train_epochs": 5.0}, "num_train_epochs = 5.0 has no effect with max_steps = 2"),
+        (
+            {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}},
+            "lr_scheduler_kwargs = {'a': 1} has no",
+        ),
+        (
+            {"max_steps": 2, "num_train_epochs": 5.0},
+            "num_train_epochs = 5.0 has no effect with max_steps = 2",
+        ),
         ({"report_to": "pencil"}, "report_to = 'pencil': pencil is not supported"),
         ({"report_to": ["none", "tensorboard"]}, "none is not supported"),
         ({"report_to": 5}, "report_to = 5: Input should be a valid string"),
-        ({"report_to": "none", "trackio_space_id": "me/x"}, "trackio_space_id = 'me/x' has no effect with report_to"),
+        (
+            {"report_to": "none", "trackio_space_id": "me/x"},
+            "trackio_space_id = 'me/x' has no effect with report_to",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(tmp_path, values, message):
@@ -137,7 +191,9 @@ def test_values_that_make_no_sense_are_refused_by_name(tmp_path, values, message
 def test_an_extra_that_is_not_installed_is_said_before_the_start(tmp_path, monkeypatch, reporter):
     kind = integrations.INTEGRATION_TO_CALLBACK[reporter]
     monkeypatch.setattr(sys.modules[kind.__module__], f"is_{reporter}_available", lambda: False)
-    with pytest.raises(InputError, match=rf"report_to = '{reporter}': .*requires {reporter} to be installed"):
+    with pytest.raises(
+        InputError, match=rf"report_to = '{reporter}': .*requires {reporter} to be installed"
+    ):
         config(tmp_path, report_to=reporter)
 
 
@@ -147,8 +203,15 @@ def test_reporters_that_are_there(tmp_path, value):
 
 
 def test_defaults_are_trls_but_for_a_few(tmp_path):
-    ours, theirs = config(tmp_path), GRPOConfig(str(tmp_path), use_cpu=True, activation_checkpointing=True)
-    different = {name for name in TRLS if getattr(ours, name) != getattr(theirs, name) and name != "logging_dir"}
+    ours, theirs = (
+        config(tmp_path),
+        GRPOConfig(str(tmp_path), use_cpu=True, activation_checkpointing=True),
+    )
+    different = {
+        name
+        for name in TRLS
+        if getattr(ours, name) != getattr(theirs, name) and name != "logging_dir"
+    }
     assert different == {
         "bf16",
         "router_aux_loss_coef",

@@ -43,7 +43,10 @@ CHANGES = {
     "logging_steps": {"logging_steps": 2},
     "logging_strategy": {"logging_strategy": "no"},
     "loss_type": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "lr_scheduler_kwargs": {"lr_scheduler_kwargs": {"num_cycles": 2}, "lr_scheduler_type": "cosine"},
+    "lr_scheduler_kwargs": {
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+        "lr_scheduler_type": "cosine",
+    },
     "lr_scheduler_type": {"lr_scheduler_type": "linear"},
     "max_grad_norm": {"max_grad_norm": 0.01},
     "max_steps": {"max_steps": 2},
@@ -71,7 +74,10 @@ CHANGES = {
     "vllm_importance_sampling_clip_max": {"vllm_importance_sampling_clip_max": 1.0, **CORRECTED},
     "vllm_importance_sampling_clip_min": {"vllm_importance_sampling_clip_min": 1.0, **CORRECTED},
     "vllm_importance_sampling_correction": CORRECTED,
-    "vllm_importance_sampling_mode": {"vllm_importance_sampling_mode": "sequence_truncate", **CORRECTED},
+    "vllm_importance_sampling_mode": {
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        **CORRECTED,
+    },
     "warmup_steps": {"warmup_steps": 2, "lr_scheduler_type": "linear"},
     "weight_decay": {"weight_decay": 0.5},
 }
@@ -95,7 +101,8 @@ def seen(folder, monkeypatch, capfd, **settings) -> dict:
     trainer = make_trainer(model, "run", batch, **{"max_steps": 3} | settings)
     trainer.train()
     logged = [
-        {name: value for name, value in line.items() if not FREE.search(name)} for line in trainer.state.log_history
+        {name: value for name, value in line.items() if not FREE.search(name)}
+        for line in trainer.state.log_history
     ]
     found = {
         "weights": [list(step.values()) for step in trainer.spy.weights],
@@ -136,7 +143,9 @@ NEED_A_SERVICE = ["project", "trackio_space_id"]
 """Fields that only trackio reads, where it keeps a dashboard: no test has one."""
 
 
-@pytest.mark.parametrize("name", cases(CHANGES, *map([*CHANGES].index, ("adam_beta1", "warmup_steps"))))
+@pytest.mark.parametrize(
+    "name", cases(CHANGES, *map([*CHANGES].index, ("adam_beta1", "warmup_steps")))
+)
 def test_a_field_changes_what_can_be_seen(tmp_path, monkeypatch, capfd, name):
     others = {key: value for key, value in CHANGES[name].items() if key != name}
     found = []

@@ -18,7 +18,9 @@ from torch import Tensor
 if find_spec("fla"):
     os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 # Before transformers, which takes no package whose import fails: fla warns that there is no GPU.
-pytest.importorskip("fla", reason="fla is in an environment of its own, where tests/run.sh runs this")
+pytest.importorskip(
+    "fla", reason="fla is in an environment of its own, where tests/run.sh runs this"
+)
 
 from fla.ops.common import chunk_delta_h
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig

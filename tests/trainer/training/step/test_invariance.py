@@ -1,6 +1,8 @@
-"""The gradient is TRL's own, whatever the strategy, the split into micro-batches and processes, and the way of rows.
+"""The gradient is TRL's own, whatever the strategy, the split into micro-batches and processes, and
+the way of rows.
 
-Differences are relative to the gradient of TRL's trainer on merged traces in one padded batch, in float32.
+Differences are relative to the gradient of TRL's trainer on merged traces in one padded batch, in
+float32.
 """
 
 from functools import cache
@@ -22,11 +24,13 @@ from tests.trainer.training.step.invariance import (
 )
 from tests.trainer.training.step.tiny import relative_difference
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 TOLERANCE = {"attention": 1e-5, "hybrid": 5e-4}
-"""That of the hybrid is its rounding: with chunks of another size the formula of linear attention differs by 2e-4, and
-a step before doubles it."""
+"""That of the hybrid is its rounding: with chunks of another size the formula of linear attention
+differs by 2e-4, and a step before doubles it."""
 
 
 @cache
@@ -45,7 +49,8 @@ HYBRID_OPTIONS = cases(["dapo", "grpo, sequences", "token mask", "two iterations
 of options. In the short suite their ways are those of packed rows."""
 OFF_POLICY = "attention, off policy"
 SEQUENCES = [option for option in OPTIONS if option.endswith(", sequences")]
-"""Losses with importance ratios of sequences, which are TRL's: one is enough for the short suite."""
+"""Losses with importance ratios of sequences, which are TRL's: one is enough for the short suite.
+"""
 CASES = [(OFF_POLICY, option) for option in OPTIONS if option not in SEQUENCES]
 CASES += [(OFF_POLICY, option) for option in cases(SEQUENCES, 1)]
 CASES += [("hybrid, off policy", option) for option in HYBRID_OPTIONS]
@@ -61,7 +66,9 @@ def test_every_way_gives_trls_gradient(name, option):
     for way in cases(WAYS, turn):
         options = {"forward": "padded"} | OPTIONS[option] | WAYS[way]
         found = case(name).gradients(**options)
-        assert relative_difference(stock(name, option), found) < TOLERANCE[name.partition(",")[0]], way
+        assert (
+            relative_difference(stock(name, option), found) < TOLERANCE[name.partition(",")[0]]
+        ), way
 
 
 @pytest.mark.parametrize("option", ENTROPIES)
@@ -83,7 +90,11 @@ def test_every_way_gives_the_same_gradient_of_an_adapter(option, way):
 
 
 def test_every_field_that_changes_the_gradient_is_set():
-    set_by_cases = {name for values in (*OPTIONS.values(), *ENTROPIES.values(), *WAYS.values()) for name in values}
+    set_by_cases = {
+        name
+        for values in (*OPTIONS.values(), *ENTROPIES.values(), *WAYS.values())
+        for name in values
+    }
     others = {"offload_checkpoints", "model_init_kwargs", "warmup_steps", "sharding", "routing"}
     others |= {"learning_rate", "weight_decay", "max_grad_norm", "teacher_share"}
     assert set_by_cases >= TraceGRPOConfig.__annotations__.keys() - others

@@ -38,7 +38,11 @@ MAMBA_LAYER = {"mamba_n_groups": 1, "mamba_d_state": 8}
 HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
     "mamba2": ("Mamba2ForCausalLM", "Mamba2Config", MAMBA | {"num_hidden_layers": 2}),
-    "olmo-hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", LINEAR | {"linear_num_key_heads": 4}),
+    "olmo-hybrid": (
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        LINEAR | {"linear_num_key_heads": 4},
+    ),
     "kimi-linear": (
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
@@ -46,7 +50,11 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"linear_num_heads": 4, "linear_head_dim": 16},
     ),
-    "falcon-h1": ("FalconH1ForCausalLM", "FalconH1Config", MAMBA_LAYER | {"mamba_d_ssm": 64, "mamba_n_heads": 4}),
+    "falcon-h1": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        MAMBA_LAYER | {"mamba_d_ssm": 64, "mamba_n_heads": 4},
+    ),
     "bamba": (
         "BambaForCausalLM",
         "BambaConfig",
@@ -59,7 +67,9 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def hybrid(family: str) -> Any:
     model, config, own = HYBRIDS[family]
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**COMMON | own)).float().eval()
+    return (
+        getattr(transformers, model)(getattr(transformers, config)(**COMMON | own)).float().eval()
+    )
 
 
 def weights_of(pack: Pack) -> torch.Tensor:
@@ -96,7 +106,13 @@ def test_chunks_of_a_row_give_what_the_whole_row_gives(checkpointed, monkeypatch
     if checkpointed:
         model.activation_checkpointing_enable()
     trunk = list(range(9))
-    branches = [trunk, [*trunk, 50, 51, 52], [*trunk, 60, 61], [*trunk[:3], 70, 71, 72, 73], [80, 81]]
+    branches = [
+        trunk,
+        [*trunk, 50, 51, 52],
+        [*trunk, 60, 61],
+        [*trunk[:3], 70, 71, 72, 73],
+        [80, 81],
+    ]
     pack = Pack([[make_row(ids)] for ids in branches])
     whole = run(model, pack)
     # the convolution of a chunk of two tokens reads inputs of two earlier ones
@@ -106,7 +122,9 @@ def test_chunks_of_a_row_give_what_the_whole_row_gives(checkpointed, monkeypatch
 
 
 def test_chunks_of_experts_with_scores_give_what_the_whole_row_gives(monkeypatch):
-    model = prepare(small_model("gpt-oss", num_hidden_layers=1, layer_types=["full_attention"]), 1.0)
+    model = prepare(
+        small_model("gpt-oss", num_hidden_layers=1, layer_types=["full_attention"]), 1.0
+    )
     pack = Pack([[row] for row in ROWS])
     whole = run(model, pack)
     monkeypatch.setattr(linear, "CHUNK", 100)
@@ -139,7 +157,10 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage()._cdata not in self._known
+            ):
                 storage = tensor.untyped_storage()
                 self._known.add(storage._cdata)
                 self.now += storage.nbytes()
@@ -172,7 +193,9 @@ def test_the_memory_of_a_long_row_is_that_of_its_checkpoints_and_one_chunk(monke
     model.activation_checkpointing_enable()
     whole = bytes_of_a_token(model)
     monkeypatch.setattr(linear, "CHUNK", 64)
-    states = 4 * len(model.model.layers) * COMMON["hidden_size"]  # bytes of the checkpoints in float32
+    states = (
+        4 * len(model.model.layers) * COMMON["hidden_size"]
+    )  # bytes of the checkpoints in float32
     assert bytes_of_a_token(model) < states + whole / 3
 
 
@@ -208,7 +231,9 @@ def test_a_piece_is_padded_by_little(length):
 def attended(dtype, autocast=nullcontext):
     """The output and the state of the rule, and the gradient of the keys."""
     random = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 70, heads, 8, generator=random).to(dtype) for heads in (2, 2, 4))
+    query, key, value = (
+        torch.randn(2, 70, heads, 8, generator=random).to(dtype) for heads in (2, 2, 4)
+    )
     key.requires_grad_()
     g = -torch.rand(2, 70, 4, generator=random)
     beta = torch.rand(2, 70, 4, generator=random).to(dtype)
@@ -228,7 +253,9 @@ def test_under_autocast_linear_attention_is_that_of_float32(dtype, monkeypatch):
         assert torch.equal(one, other)
     # not by itself
     monkeypatch.setattr(modeling_qwen3_5, RULE, getattr(modeling_qwen3_5, RULE).of_the_library)
-    assert not torch.equal(attended(dtype, lambda: torch.autocast("cpu", torch.bfloat16))[1], wanted[1])
+    assert not torch.equal(
+        attended(dtype, lambda: torch.autocast("cpu", torch.bfloat16))[1], wanted[1]
+    )
 
 
 def test_functions_of_the_library_are_wrapped_once():

@@ -34,7 +34,8 @@ def named(metrics, *prefixes):
 
 
 def tokens(logprobs, sampler, kinds=None, **fields):
-    """Return log-probabilities (1, S) and inputs of the tokens of a session, of kind `bridged` if not given."""
+    """Return log-probabilities (1, S) and inputs of the tokens of a session, of kind `bridged` if
+    not given."""
     number = len(logprobs)
     session = SimpleNamespace(rows=[SimpleNamespace(ids=range(10))], traces=[7])
     inputs = {
@@ -46,7 +47,9 @@ def tokens(logprobs, sampler, kinds=None, **fields):
         "completion_mask": torch.ones(1, number, dtype=torch.long),
         "kinds": torch.tensor([kinds or [BRIDGED] * number]),
     }
-    return torch.tensor([logprobs]), inputs | {name: torch.tensor([values]) for name, values in fields.items()}
+    return torch.tensor([logprobs]), inputs | {
+        name: torch.tensor([values]) for name, values in fields.items()
+    }
 
 
 def part_of(*micro_batches):
@@ -70,8 +73,14 @@ def trace(session, mask=(1,), **fields):
 class TestBatch:
     @pytest.fixture
     def batch(self):
-        """Two sessions of two harnesses on task x, which succeed or fail, and two on task y, which fail alike."""
-        labels = {"a": ("x", "codex", 1.0), "b": ("x", "pi", 0.0), "c": ("y", "codex", 0.0), "d": ("y", "pi", 0.0)}
+        """Two sessions of two harnesses on task x, which succeed or fail, and two on task y, which
+        fail alike."""
+        labels = {
+            "a": ("x", "codex", 1.0),
+            "b": ("x", "pi", 0.0),
+            "c": ("y", "codex", 0.0),
+            "d": ("y", "pi", 0.0),
+        }
         return TraceBatch(
             traces=[trace("a", (1, 0, 1)), trace("a"), trace("b"), trace("c"), trace("d")],
             rewards={
@@ -85,7 +94,9 @@ class TestBatch:
     def trained(self, batch):
         left_out = {"aborted": 3, "over_length": 2}
         return TraceBatch(
-            traces=batch.traces[:3], rewards=batch.rewards, ledger=Ledger(sampled=9, trained=4, left_out=left_out)
+            traces=batch.traces[:3],
+            rewards=batch.rewards,
+            ledger=Ledger(sampled=9, trained=4, left_out=left_out),
         )
 
     def test_rewards_are_means_over_the_sessions_of_each_harness_and_task(self, batch, trained):
@@ -97,7 +108,9 @@ class TestBatch:
             "reward/task/x": 0.5,
             "reward/task/y": 0.0,
         }
-        assert named(batch_metrics(batch, trained, {"y", "z"}), "reward/task/").keys() == {"reward/task/y"}
+        assert named(batch_metrics(batch, trained, {"y", "z"}), "reward/task/").keys() == {
+            "reward/task/y"
+        }
 
     def test_forks_are_beside_the_fresh_sessions_whose_task_may_be_named_like_them(self):
         def rewards(**given):
@@ -106,7 +119,9 @@ class TestBatch:
                 for name, (group, task, reward) in given.items()
             }
 
-        fresh = rewards(a=("t-1.0.0", "t", 0.0), b=("t-1.0.0", "t", 0.0), c=("fork~t-1.0.1", "fork~t", 0.0))
+        fresh = rewards(
+            a=("t-1.0.0", "t", 0.0), b=("t-1.0.0", "t", 0.0), c=("fork~t-1.0.1", "fork~t", 0.0)
+        )
         forks = rewards(d=("fork~t-1.0.0", "t", 1.0), e=("0/fork~t-1.0.0", "t", 0.5))
         batch = TraceBatch(rewards=fresh | forks)
         metrics = batch_metrics(batch, batch, {"t"})
@@ -123,14 +138,20 @@ class TestBatch:
         assert not named(batch_metrics(batch, trained, TASKS), "cached_share")
         batch.continued = {
             "codex": CachedPrompts(calls=1, prompt_tokens=100, known_tokens=90, cached_tokens=50),
-            "pi agent": CachedPrompts(calls=1, prompt_tokens=300, known_tokens=290, cached_tokens=300),
+            "pi agent": CachedPrompts(
+                calls=1, prompt_tokens=300, known_tokens=290, cached_tokens=300
+            ),
         }
         shares = {"cached_share": 0.875, "cached_share/codex": 0.5, "cached_share/pi%20agent": 1.0}
         assert named(batch_metrics(batch, trained, TASKS), "cached_share") == shares
 
     def test_tokens_are_trained_or_left_out_and_every_reason_is_there(self, batch, trained):
         metrics = batch_metrics(batch, trained, TASKS)
-        assert (metrics["groups"], metrics["groups_without_signal"], metrics["traces_per_session"]) == (2, 1, 1.25)
+        assert (
+            metrics["groups"],
+            metrics["groups_without_signal"],
+            metrics["traces_per_session"],
+        ) == (2, 1, 1.25)
         assert metrics["tokens_trained"] == 4
         left_out = named(metrics, "left_out/")
         assert Counter(left_out) == Counter({"left_out/aborted": 3, "left_out/over_length": 2})
@@ -143,41 +164,77 @@ class TestBatch:
         }
         batch = TraceBatch(rewards=rewards)
         metrics = batch_metrics(batch, batch, {"repo/issue 7", ""})
-        assert named(metrics, "reward/").keys() == {"reward/task/repo%2Fissue%207", "reward/harness/own"}
+        assert named(metrics, "reward/").keys() == {
+            "reward/task/repo%2Fissue%207",
+            "reward/harness/own",
+        }
 
-    def test_sessions_without_a_reward_are_counted_though_they_sampled_nothing(self, batch, trained):
+    def test_sessions_without_a_reward_are_counted_though_they_sampled_nothing(
+        self, batch, trained
+    ):
         batch.unrewarded = {
             "e": Unrewarded(group_id="x", reason="infrastructure", status="infrastructure"),
             "f": Unrewarded(group_id="dead", reason="infrastructure", status="infrastructure"),
             "g": Unrewarded(group_id="dead", reason="no_reward"),
         }
         metrics = batch_metrics(batch, trained, TASKS)
-        assert (metrics["sessions"], metrics["sessions_infrastructure"], metrics["sessions_no_reward"]) == (7, 2, 1)
-        assert (metrics["groups"], metrics["groups_without_signal"], metrics["groups_without_reward"]) == (3, 1, 1)
+        assert (
+            metrics["sessions"],
+            metrics["sessions_infrastructure"],
+            metrics["sessions_no_reward"],
+        ) == (7, 2, 1)
+        assert (
+            metrics["groups"],
+            metrics["groups_without_signal"],
+            metrics["groups_without_reward"],
+        ) == (3, 1, 1)
         assert (metrics["reward"], metrics["traces_per_session"]) == (0.25, 1.25)
 
     def test_a_batch_of_faults_alone_has_no_reward_and_says_why(self):
-        batch = TraceBatch(unrewarded={"a": Unrewarded(group_id="x", reason="infrastructure", status="infrastructure")})
+        batch = TraceBatch(
+            unrewarded={
+                "a": Unrewarded(group_id="x", reason="infrastructure", status="infrastructure")
+            }
+        )
         metrics = batch_metrics(batch, batch, TASKS)
-        counted = {"sessions": 1, "sessions_infrastructure": 1, "groups": 1, "groups_without_reward": 1}
+        counted = {
+            "sessions": 1,
+            "sessions_infrastructure": 1,
+            "groups": 1,
+            "groups_without_reward": 1,
+        }
         assert Counter(metrics) == Counter(counted)
         assert "reward" not in metrics
 
     def test_sessions_are_counted_by_status_and_suspicion_whether_rewarded_or_not(self):
         batch = TraceBatch(
             rewards={
-                "a": GroupReward(group_id="g", reward=1.0, suspicions=("git_history", "web_search")),
+                "a": GroupReward(
+                    group_id="g", reward=1.0, suspicions=("git_history", "web_search")
+                ),
                 "b": GroupReward(group_id="g", reward=0.0, status="timeout"),
             },
             unrewarded={
                 "c": Unrewarded(group_id="g", reason="excluded", status="timeout"),
-                "d": Unrewarded(group_id="g", reason="suspicious", status="failed", suspicions=("git_history",)),
+                "d": Unrewarded(
+                    group_id="g", reason="suspicious", status="failed", suspicions=("git_history",)
+                ),
                 "e": Unrewarded(group_id="g", reason="unjudged", status="unjudged"),
             },
         )
         metrics = batch_metrics(batch, batch, TASKS)
-        counted = {"sessions_completed": 1, "sessions_timeout": 2, "sessions_failed": 1, "sessions_unjudged": 1}
-        counted |= {"sessions_excluded": 2, "suspicious": 2, "suspicious/git_history": 2, "suspicious/web_search": 1}
+        counted = {
+            "sessions_completed": 1,
+            "sessions_timeout": 2,
+            "sessions_failed": 1,
+            "sessions_unjudged": 1,
+        }
+        counted |= {
+            "sessions_excluded": 2,
+            "suspicious": 2,
+            "suspicious/git_history": 2,
+            "suspicious/web_search": 1,
+        }
         assert Counter(named(metrics, "sessions_", "suspicious")) == Counter(counted)
         assert metrics["sessions"] == 5
 
@@ -225,7 +282,11 @@ class TestStep:
     def test_weights_of_the_importance_correction_have_their_mean_and_limits(self):
         corrected = tokens([-1.0] * 4, [-1.0] * 4, importance_sampling_ratio=[0.0, 0.5, 1.5, 2.0])
         step = values(corrected, is_corrected=True)
-        assert named(step, "importance") == {"importance/mean": 1.0, "importance/min": 0.0, "importance/max": 2.0}
+        assert named(step, "importance") == {
+            "importance/mean": 1.0,
+            "importance/min": 0.0,
+            "importance/max": 2.0,
+        }
         assert (step["tokens_computed"], step["tokens_masked"]) == (4, 1)
         assert not named(values(tokens([-1.0], [-1.0])), "importance", "tokens_masked")
 
@@ -238,7 +299,10 @@ class TestStep:
         ]
         step = step_metrics([part])
         assert named(step, "entropy") == {"entropy": 2.0}
-        assert named(step, "clip_ratio") == {"clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.75}
+        assert named(step, "clip_ratio") == {
+            "clip_ratio/low_min": 0.25,
+            "clip_ratio/high_max": 0.75,
+        }
 
     def test_a_step_without_tokens_has_no_means_of_them(self):
         step = values(tokens([], []))
@@ -246,13 +310,20 @@ class TestStep:
         assert not named(step, "ratio", "difference", "tokens/")
 
     def test_parts_are_of_all_processes(self):
-        parts = [part_of(tokens([-1.0, -2.0], [-1.0, -1.0])), part_of(tokens([-1.5], [-1.0]), tokens([], []))]
+        parts = [
+            part_of(tokens([-1.0, -2.0], [-1.0, -1.0])),
+            part_of(tokens([-1.5], [-1.0]), tokens([], [])),
+        ]
         for seconds, part in enumerate(parts, 1):
             part.seconds = seconds
             part.replayed = [2.0, seconds]
         parts[1].finite = False
         step = step_metrics(parts)
-        assert (step["tokens_in_rows"], step["tokens_forwarded"], step["tokens_per_second"]) == (30, 12, 15)
+        assert (step["tokens_in_rows"], step["tokens_forwarded"], step["tokens_per_second"]) == (
+            30,
+            12,
+            15,
+        )
         assert (step["steps_skipped"], step["routing/differs"]) == (1, 0.75)
         assert step["ratio/mean"] == pytest.approx((1 + math.exp(-1) + math.exp(-0.5)) / 3)
 
@@ -288,19 +359,32 @@ def traces(model):
 
 @pytest.mark.parametrize("forward", ["padded", "packed"])
 @pytest.mark.parametrize("corrected", [False, True])
-def test_means_are_over_tokens_whatever_the_micro_batches(model, traces, tmp_path, forward, corrected):
+def test_means_are_over_tokens_whatever_the_micro_batches(
+    model, traces, tmp_path, forward, corrected
+):
     logged = []
     for number in (1, 3, 2 * len(traces)):
         config = {"forward": forward, "vllm_importance_sampling_correction": corrected}
         config |= {"num_iterations": 2, "max_steps": 2}
         trainer = trained(model, tmp_path, traces, gradient_accumulation_steps=number, **config)
         logged.append(trainer.state.log_history[:2])
-    own = {"learning_rate", "step_time", "tokens_per_second", "peak_memory_gib", "tokens_forwarded", "epoch"}
+    own = {
+        "learning_rate",
+        "step_time",
+        "tokens_per_second",
+        "peak_memory_gib",
+        "tokens_forwarded",
+        "epoch",
+    }
     for step in (0, 1):
-        first, *others = ({name: entry[step][name] for name in entry[step].keys() - own} for entry in logged)
+        first, *others = (
+            {name: entry[step][name] for name in entry[step].keys() - own} for entry in logged
+        )
         assert all(other == pytest.approx(first, rel=1e-3, abs=1e-5) for other in others)
     first, second = logged[0]
-    assert first["tokens_in_rows"] == sum(len(trace.prompt_ids + trace.completion_ids) for trace in traces)
+    assert first["tokens_in_rows"] == sum(
+        len(trace.prompt_ids + trace.completion_ids) for trace in traces
+    )
     assert first["tokens_forwarded"] > 0
     assert 0 < first["difference/bridged"] < 1e-5
     assert not named(second, "difference", "sampler_ratio", "reward", "left_out")

@@ -24,10 +24,18 @@ from rolltap.trainer.training.step.pack import Pack
 from rolltap.trainer.training.step.probe import BRANCHES, TRUNK, probe
 from tests.deep import cases
 from tests.trainer.training.step.gloo import run_ranks
-from tests.trainer.training.step.small_models import COMMON, FAMILIES, VOCABULARY, configuration, small_model
+from tests.trainer.training.step.small_models import (
+    COMMON,
+    FAMILIES,
+    VOCABULARY,
+    configuration,
+    small_model,
+)
 
 # of PEFT, which asks transformers by an older name
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 
 def bf16():
@@ -38,7 +46,9 @@ def prepared(family, **fields):
     return prepare(small_model(family, **fields), 1.0).train()
 
 
-in_each_precision = pytest.mark.parametrize("autocast", [nullcontext, bf16], ids=["float32", "bf16"])
+in_each_precision = pytest.mark.parametrize(
+    "autocast", [nullcontext, bf16], ids=["float32", "bf16"]
+)
 
 
 @in_each_precision
@@ -54,7 +64,13 @@ def test_weights_of_16_bits_and_checkpointed_layers_may_run_packed():
 
 
 def test_a_model_that_also_sees_images_may_run_packed():
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    }
     config = Qwen3_5Config(text_config=configuration("qwen3.5").to_dict(), vision_config=vision)
     assert probe(prepare(Qwen3_5ForConditionalGeneration(config).float(), 1.0), nullcontext) is None
 
@@ -63,7 +79,9 @@ def test_a_model_with_an_adapter_is_as_before_afterwards():
     adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.5)
     model = get_peft_model(prepared("qwen3"), adapter)
     run_as_served(model)
-    before = {name: (weight.requires_grad, weight.clone()) for name, weight in model.named_parameters()}
+    before = {
+        name: (weight.requires_grad, weight.clone()) for name, weight in model.named_parameters()
+    }
     training = [module.training for module in model.modules()]
     random = torch.get_rng_state()
     assert probe(model, nullcontext) is None
@@ -93,7 +111,9 @@ def leaking(family):
 
 @pytest.mark.parametrize(
     ("family", "autocast"),
-    cases([("qwen3", nullcontext), ("gemma3", bf16), ("qwen3", bf16), ("gemma3", nullcontext)], 0, 1),
+    cases(
+        [("qwen3", nullcontext), ("gemma3", bf16), ("qwen3", bf16), ("gemma3", nullcontext)], 0, 1
+    ),
 )
 def test_a_layer_that_mixes_each_token_with_the_one_before_it_is_noticed(family, autocast):
     assert "differ" in (probe(leaking(family), autocast) or "")
@@ -171,12 +191,18 @@ def test_a_window_that_is_not_seen_is_noticed(autocast, monkeypatch):
 
 
 def test_a_mask_that_is_neither_causal_nor_a_window_is_refused():
-    fields = COMMON | {"intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 16}
+    fields = COMMON | {
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "attention_chunk_size": 16,
+    }
     model = Llama4ForCausalLM(Llama4TextConfig(**fields | {"num_hidden_layers": 1}))
     assert probe(prepare(model, 1.0), nullcontext)
 
 
-@pytest.mark.parametrize(("family", "autocast"), [("qwen3", nullcontext), ("qwen3", bf16), ("qwen3.5", nullcontext)])
+@pytest.mark.parametrize(
+    ("family", "autocast"), [("qwen3", nullcontext), ("qwen3", bf16), ("qwen3.5", nullcontext)]
+)
 def test_positions_that_do_not_begin_again_at_a_branch_are_noticed(family, autocast, monkeypatch):
     model = prepared(family)
     forward = model.model.rotary_emb.forward
@@ -189,7 +215,9 @@ def test_positions_that_do_not_begin_again_at_a_branch_are_noticed(family, autoc
 
 
 def test_virtual_tokens_of_an_adapter_are_noticed():
-    model = get_peft_model(prepared("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    model = get_peft_model(
+        prepared("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
     assert probe(model, nullcontext)
 
 
@@ -208,7 +236,8 @@ def test_plain_rows_run_one_at_a_time():
     model = prepared("llama")
     shapes = []
     model.model.register_forward_pre_hook(
-        lambda module, args, options: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
+        lambda module, args, options: shapes.append(tuple(options["input_ids"].shape)),
+        with_kwargs=True,
     )
     assert probe(model, nullcontext) is None
     assert len(shapes) == 1 + 2 * 4

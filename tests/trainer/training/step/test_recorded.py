@@ -16,7 +16,11 @@ from tests.trainer.training.step.tiny import tiny_model
 def rows_of(folder):
     """Return (step, session id) -> row."""
     with SessionIndex(folder, "trained") as index:
-        return {(row.step, name): row for name in index.session_ids for row in trained_steps(index, name)}
+        return {
+            (row.step, name): row
+            for name in index.session_ids
+            for row in trained_steps(index, name)
+        }
 
 
 @torch.no_grad()
@@ -43,8 +47,12 @@ def test_each_step_has_a_row_for_each_session_with_the_values_of_a_plain_forward
         row, calls = rows[1, session.session_id], {call.call_id: call for call in session.calls}
         assert row.version == "run.0.0"
         assert row.sampled == sum(len(call.completion_ids) for call in session.calls)
-        covered = sorted((s.call_id, at) for s in row.spans + row.left_out for at in range(s.start, s.end))
-        assert covered == sorted((c.call_id, at) for c in session.calls for at in range(len(c.completion_ids)))
+        covered = sorted(
+            (s.call_id, at) for s in row.spans + row.left_out for at in range(s.start, s.end)
+        )
+        assert covered == sorted(
+            (c.call_id, at) for c in session.calls for at in range(len(c.completion_ids))
+        )
         assert row.trained == sum(span.end - span.start for span in row.spans)
         if row.differences is None:
             assert row.advantage in (None, 0.0)
@@ -54,14 +62,23 @@ def test_each_step_has_a_row_for_each_session_with_the_values_of_a_plain_forward
             call = calls[span.call_id]
             own += logprobs_of(model, call)[span.start : span.end]
             recorded_before += call.logprobs[span.start : span.end]
-        np.testing.assert_allclose(row.differences, np.subtract(own, recorded_before), rtol=2e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            row.differences, np.subtract(own, recorded_before), rtol=2e-3, atol=1e-5
+        )
         np.testing.assert_allclose(row.weights, [min(1.5, np.exp(SHIFT))] * row.trained, rtol=1e-4)
 
 
 def test_a_row_says_why_its_session_or_some_of_its_tokens_are_left_out(folder):
     rows = rows_of(folder)
     whole = {name: rows[1, name].reason for name in ("a0", "a2", "b0", "b1", "c1", "c2")}
-    assert whole == {"a0": None, "a2": None, "b0": "no_signal", "b1": "no_signal", "c1": None, "c2": "infrastructure"}
+    assert whole == {
+        "a0": None,
+        "a2": None,
+        "b0": "no_signal",
+        "b1": "no_signal",
+        "c1": None,
+        "c2": "infrastructure",
+    }
     assert {row.ledger.left_out["auxiliary"] for row in rows.values()} == {2}
     assert any("over_length" in row.ledger.left_out for row in rows.values())
     assert rows[1, "a2"].differences is None
@@ -87,11 +104,15 @@ def test_two_processes_record_what_one_does(folder, tmp_path):
     run_two("tests.trainer.training.step.recorded", str(tmp_path))
     one, two = rows_of(folder), rows_of(tmp_path)
     assert one.keys() == two.keys()
-    assert {place: one[place] for place in one if place[0] == 1} == {p: two[p] for p in two if p[0] == 1}
+    assert {place: one[place] for place in one if place[0] == 1} == {
+        p: two[p] for p in two if p[0] == 1
+    }
     for place, row in one.items():
         assert (row.differences is None) == (two[place].differences is None)
         if row.differences is not None:
-            np.testing.assert_allclose(row.differences, two[place].differences, rtol=5e-3, atol=1e-3)
+            np.testing.assert_allclose(
+                row.differences, two[place].differences, rtol=5e-3, atol=1e-3
+            )
             np.testing.assert_allclose(row.weights, two[place].weights, rtol=1e-4)
 
 

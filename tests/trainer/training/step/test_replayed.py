@@ -9,16 +9,31 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolltap.addons.errors import InputError
-from tests.trainer.training.step.tiny import HEADS, SIZES, VOCABULARY, largest_difference, make_trainer, record, trained
+from tests.trainer.training.step.tiny import (
+    HEADS,
+    SIZES,
+    VOCABULARY,
+    largest_difference,
+    make_trainer,
+    record,
+    trained,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     words = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.2}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "initializer_range": 0.2,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | HEADS | words | experts)).eval()
 
 
@@ -27,7 +42,10 @@ def own_experts(model, ids):
     """The experts that the model chooses, as vLLM returns them."""
     layers = []
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-    hooks = [router.register_forward_hook(lambda *call: layers.append(call[-1][-1].numpy())) for router in routers]
+    hooks = [
+        router.register_forward_hook(lambda *call: layers.append(call[-1][-1].numpy()))
+        for router in routers
+    ]
     model(input_ids=torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
@@ -37,11 +55,16 @@ def own_experts(model, ids):
 @pytest.fixture(scope="module")
 def traces(model):
     found = record(model, random.Random(0))
-    return [replace(each, routing=own_experts(model, each.prompt_ids + each.completion_ids)) for each in found]
+    return [
+        replace(each, routing=own_experts(model, each.prompt_ids + each.completion_ids))
+        for each in found
+    ]
 
 
 @pytest.mark.parametrize("forward", ["packed", "padded"])
-def test_the_models_own_experts_change_nothing_and_others_count_as_different(model, traces, tmp_path, forward):
+def test_the_models_own_experts_change_nothing_and_others_count_as_different(
+    model, traces, tmp_path, forward
+):
     options = {"forward": forward, "activation_checkpointing": True}
     plain = trained(model, tmp_path, traces, **options)
     same = trained(model, tmp_path, traces, routing="recorded", **options)
@@ -57,6 +80,8 @@ def test_the_models_own_experts_change_nothing_and_others_count_as_different(mod
 
 
 def test_traces_without_experts_are_refused(model, traces, tmp_path):
-    trainer = make_trainer(model, tmp_path, [replace(trace, routing=None) for trace in traces], routing="recorded")
+    trainer = make_trainer(
+        model, tmp_path, [replace(trace, routing=None) for trace in traces], routing="recorded"
+    )
     with pytest.raises(InputError, match="routing=True"):
         trainer.train()

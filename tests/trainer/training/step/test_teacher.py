@@ -1,4 +1,5 @@
-"""On-policy distillation: a teacher's log-probabilities as advantages of tokens, against the formula."""
+"""On-policy distillation: a teacher's log-probabilities as advantages of tokens, against the
+formula."""
 
 import random
 from dataclasses import replace
@@ -50,7 +51,11 @@ def taught(teacher, traces):
     """Return the traces with the teacher's scores. Where the mask is 0 there is none."""
     return [
         replace(
-            trace, scores=[float(score) if mask else float("nan") for score, mask in zip(scores, mask_of, strict=True)]
+            trace,
+            scores=[
+                float(score) if mask else float("nan")
+                for score, mask in zip(scores, mask_of, strict=True)
+            ],
         )
         for trace in traces
         for scores, mask_of in [(logprobs_of(teacher, trace), trace.completion_mask)]
@@ -58,30 +63,42 @@ def taught(teacher, traces):
 
 
 def by_formula(student, traces, share):
-    """Return the gradients of -sum over tokens of ratio * advantage / N, computed by the plain model."""
+    """Return the gradients of -sum over tokens of ratio * advantage / N, computed by the plain
+    model."""
     own = session_advantages(batch_of(traces).rewards, "group")
     count = sum(trace.completion_mask.count(1) for trace in traces)
     loss = torch.zeros(())
     for trace in traces:
         logprobs, mask = logprobs_of(student, trace), torch.tensor(trace.completion_mask).bool()
         now = logprobs.detach()
-        advantage = (1 - share) * own[trace.session_id] + share * (torch.tensor(trace.scores).nan_to_num() - now)
+        advantage = (1 - share) * own[trace.session_id] + share * (
+            torch.tensor(trace.scores).nan_to_num() - now
+        )
         ratio = (logprobs - torch.tensor(trace.logprobs)).exp()
         loss = loss - (ratio * advantage)[mask].sum() / count
     student.zero_grad()
     loss.backward()
-    return {name: weight.grad.clone() for name, weight in student.named_parameters() if weight.grad is not None}
+    return {
+        name: weight.grad.clone()
+        for name, weight in student.named_parameters()
+        if weight.grad is not None
+    }
 
 
 def stale(traces):
     """Return the traces as other weights would have sampled them."""
     noise = random.Random(1)
-    return [replace(t, logprobs=[min(0.0, each + noise.gauss(0, 0.3)) for each in t.logprobs]) for t in traces]
+    return [
+        replace(t, logprobs=[min(0.0, each + noise.gauss(0, 0.3)) for each in t.logprobs])
+        for t in traces
+    ]
 
 
 @pytest.mark.parametrize("forward", ["packed", "padded"])
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_the_gradient_is_that_of_the_formula_of_recorded_policies_too(student, teacher, tmp_path, share, forward):
+def test_the_gradient_is_that_of_the_formula_of_recorded_policies_too(
+    student, teacher, tmp_path, share, forward
+):
     traces = stale(taught(teacher, record(student, random.Random(0))))
     found = gradients(student, tmp_path, traces, teacher_share=share, forward=forward, **WIDE)
     assert relative_difference(by_formula(student, traces, share), found) < 1e-5
@@ -89,20 +106,32 @@ def test_the_gradient_is_that_of_the_formula_of_recorded_policies_too(student, t
     assert relative_difference(by_formula(student, traces, share / 2), found) > 1e-2
 
 
-def test_a_reference_counts_beside_a_teacher_that_takes_the_place_of_all_rewards(student, teacher, tmp_path):
+def test_a_reference_counts_beside_a_teacher_that_takes_the_place_of_all_rewards(
+    student, teacher, tmp_path
+):
     traces = stale(taught(teacher, record(student, random.Random(0))))
     found = []
     for beta in (0.0, 0.5):
-        options = {"beta": beta, "num_iterations": 2, "max_steps": 2, "optim": "sgd", "learning_rate": 0.05}
+        options = {
+            "beta": beta,
+            "num_iterations": 2,
+            "max_steps": 2,
+            "optim": "sgd",
+            "learning_rate": 0.05,
+        }
         trainer = trained(student, tmp_path, traces, teacher_share=1.0, **options, **WIDE)
         found.append(trainer.spy.gradients[1])
     assert relative_difference(*found) > 1e-2
 
 
-def test_over_every_token_of_a_place_it_is_the_gradient_of_the_reverse_kl_divergence(student, teacher, tmp_path):
+def test_over_every_token_of_a_place_it_is_the_gradient_of_the_reverse_kl_divergence(
+    student, teacher, tmp_path
+):
     prompt = [2, 3, 4]
     fields = {"prompt": prompt, "group_id": "a", "reward": 0.0, "logprobs": [-log(VOCABULARY)]}
-    traces = taught(teacher, [make_trace(str(v), completion_ids=[v], **fields) for v in range(VOCABULARY)])
+    traces = taught(
+        teacher, [make_trace(str(v), completion_ids=[v], **fields) for v in range(VOCABULARY)]
+    )
     found = gradients(student, tmp_path, traces, teacher_share=1.0, groups_per_step=1, **WIDE)
 
     def distribution(model):
@@ -112,22 +141,44 @@ def test_over_every_token_of_a_place_it_is_the_gradient_of_the_reverse_kl_diverg
     divergence = (own.exp() * (own - distribution(teacher).detach())).sum()
     student.zero_grad()
     divergence.backward()
-    expected = {name: weight.grad for name, weight in student.named_parameters() if weight.grad is not None}
+    expected = {
+        name: weight.grad for name, weight in student.named_parameters() if weight.grad is not None
+    }
     assert relative_difference(expected, found) < 1e-5
 
 
 def test_groups_of_equal_rewards_train_and_the_metric_is_the_divergence(student, teacher, tmp_path):
-    traces = [replace(trace, reward=0.5) for trace in taught(teacher, record(student, random.Random(0)))]
+    traces = [
+        replace(trace, reward=0.5) for trace in taught(teacher, record(student, random.Random(0)))
+    ]
     trainer = trained(student, tmp_path, traces, teacher_share=1.0)
     [line] = [entry for entry in trainer.state.log_history if "reward" in entry]
-    assert line["tokens_computed"] == line["tokens_trained"] == sum(t.completion_mask.count(1) for t in traces)
-    apart = [p - q for t in traces for p, q, m in zip(t.logprobs, t.scores, t.completion_mask, strict=True) if m]
+    assert (
+        line["tokens_computed"]
+        == line["tokens_trained"]
+        == sum(t.completion_mask.count(1) for t in traces)
+    )
+    apart = [
+        p - q
+        for t in traces
+        for p, q, m in zip(t.logprobs, t.scores, t.completion_mask, strict=True)
+        if m
+    ]
     assert line["teacher_kl"] == pytest.approx(sum(apart) / len(apart), abs=1e-5)
 
 
-def test_later_iterations_of_a_batch_compare_with_the_weights_as_they_are(student, teacher, tmp_path):
+def test_later_iterations_of_a_batch_compare_with_the_weights_as_they_are(
+    student, teacher, tmp_path
+):
     traces = taught(teacher, record(student, random.Random(0)))
-    how = {"teacher_share": 1.0, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.05, "optim": "sgd", **WIDE}
+    how = {
+        "teacher_share": 1.0,
+        "num_iterations": 2,
+        "max_steps": 2,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        **WIDE,
+    }
     trainer = trained(student, tmp_path, traces, **how)
     moved = tiny_model()
     moved.load_state_dict(trainer.spy.weights[0])
@@ -142,7 +193,10 @@ def test_later_iterations_of_a_batch_compare_with_the_weights_as_they_are(studen
             {"teacher_share": 1.0, "temperature": 0.7},
             "temperature = 0.7 with a teacher, whose scores are at temperature 1",
         ),
-        ({"teacher_share": 1.0}, r"teacher_share = 1.0, but a trace has no scores: read traces\(scores=NAME\)"),
+        (
+            {"teacher_share": 1.0},
+            r"teacher_share = 1.0, but a trace has no scores: read traces\(scores=NAME\)",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(student, tmp_path, config, message):

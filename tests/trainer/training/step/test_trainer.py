@@ -1,4 +1,5 @@
-"""The trainer on traces sampled by the tiny model itself, through TRL's own training loop, in float32 on the CPU."""
+"""The trainer on traces sampled by the tiny model itself, through TRL's own training loop, in
+float32 on the CPU."""
 
 import copy
 import random
@@ -31,10 +32,15 @@ from tests.trainer.training.step.tiny import (
 
 LORA = LoraConfig(r=4, target_modules="all-linear")
 TRUNCATED = {"vllm_importance_sampling_correction": True}
-MASKED = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_mask"}
+MASKED = {
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_mask",
+}
 RANDOM_LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 # peft 0.21 uses a name that transformers 5.23 deprecates
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +60,23 @@ def number_sampled(traces: list[Trace]) -> int:
 def test_training_makes_the_rewarded_token_likelier(model, tmp_path):
     def probability() -> float:
         with torch.no_grad():
-            return float(trainer.model(input_ids=torch.tensor([[2, 3, 4]])).logits[0, -1].softmax(-1)[7])
+            return float(
+                trainer.model(input_ids=torch.tensor([[2, 3, 4]])).logits[0, -1].softmax(-1)[7]
+            )
 
     def roll_out(rows: list[dict]) -> list[Trace]:
         recorded = []
         for row in rows:
             for i in range(8):
                 ids, logprobs = sample(trainer.model, [2, 3, 4], 4)
-                call = make_call(0, [2, 3, 4], ids, session_id=f"{row['task_id']}{i}", logprobs=logprobs)
+                call = make_call(
+                    0, [2, 3, 4], ids, session_id=f"{row['task_id']}{i}", logprobs=logprobs
+                )
                 traces, _ = build_traces([call], "prefix_merging")
-                recorded += [replace(trace, group_id=row["task_id"], reward=ids.count(7) / 4) for trace in traces]
+                recorded += [
+                    replace(trace, group_id=row["task_id"], reward=ids.count(7) / 4)
+                    for trace in traces
+                ]
         return recorded
 
     trainer = make_trainer(model, tmp_path, roll_out, max_steps=12)
@@ -80,22 +93,41 @@ def test_several_iterations_reuse_the_traces_and_the_recorded_logprobs(model, tr
     config = {"num_iterations": 2, "max_steps": 4, "shuffle_dataset": False, "groups_per_step": 1}
     trainer = trained(model, tmp_path, lambda rows: asked.extend(rows) or traces, **config)
     assert asked == [{"task_id": "a"}, {"task_id": "b"}]
-    clipped = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "reward" in entry]
+    clipped = [
+        entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "reward" in entry
+    ]
     assert clipped[0] == 0
     assert clipped[1] > 0
     assert largest_difference(trainer.spy.gradients[0], trainer.spy.gradients[1]) > 1e-3
 
 
 @pytest.mark.parametrize("without", ["traces", "signal"])
-def test_a_batch_that_trains_nothing_changes_neither_weights_nor_optimizer(model, traces, tmp_path, caplog, without):
+def test_a_batch_that_trains_nothing_changes_neither_weights_nor_optimizer(
+    model, traces, tmp_path, caplog, without
+):
     nothing = [] if without == "traces" else [replace(trace, reward=0.5) for trace in traces]
     batches = iter([traces, nothing, traces])
-    trainer = trained(model, tmp_path, lambda rows: next(batches), max_steps=3, weight_decay=0.1, max_grad_norm=1.0)
+    trainer = trained(
+        model,
+        tmp_path,
+        lambda rows: next(batches),
+        max_steps=3,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+    )
     assert largest_difference(trainer.spy.weights[0], trainer.spy.weights[1]) == 0
     assert largest_difference(trainer.spy.weights[1], trainer.spy.weights[2]) > 0
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
-    assert [entry["tokens_trained"] > 0 for entry in trainer.state.log_history[:3]] == [True, False, True]
-    why = "its sessions have no token to train on" if without == "traces" else "all rewards of each group are equal"
+    assert [entry["tokens_trained"] > 0 for entry in trainer.state.log_history[:3]] == [
+        True,
+        False,
+        True,
+    ]
+    why = (
+        "its sessions have no token to train on"
+        if without == "traces"
+        else "all rewards of each group are equal"
+    )
     assert f"step 2 was skipped: {why}\n" in caplog.text
 
 
@@ -111,7 +143,11 @@ def test_lora_trains_the_adapter_alone(model, traces, tmp_path, adapter):
     trainer = make_trainer(model, tmp_path, traces, peft_config=LoraConfig(r=4, **adapter))
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
-    changed = {name for name, weight in trainer.spy.weights[0].items() if not torch.equal(weight, before[name])}
+    changed = {
+        name
+        for name, weight in trainer.spy.weights[0].items()
+        if not torch.equal(weight, before[name])
+    }
     assert changed
     assert all("lora_" in name or "trainable_tokens_delta" in name for name in changed)
     assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
@@ -125,14 +161,19 @@ def test_lora_trains_the_adapter_alone(model, traces, tmp_path, adapter):
         (GRPOConfig, 1, r"args is a GRPOConfig: give a rolltap\.TraceGRPOConfig"),
     ],
 )
-def test_rows_that_cannot_fill_a_step_and_trls_config_are_refused(model, tmp_path, config, groups_per_step, message):
+def test_rows_that_cannot_fill_a_step_and_trls_config_are_refused(
+    model, tmp_path, config, groups_per_step, message
+):
     args = config(str(tmp_path), use_cpu=True, report_to="none", activation_checkpointing=False)
     with pytest.raises(ValueError, match=message):
-        TraceGRPOTrainer(model, args, GROUPS, trace_source=lambda rows: [], groups_per_step=groups_per_step)
+        TraceGRPOTrainer(
+            model, args, GROUPS, trace_source=lambda rows: [], groups_per_step=groups_per_step
+        )
 
 
 def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path):
-    """Leaving out a harness that crashed before its first call would raise its group's mean reward."""
+    """Leaving out a harness that crashed before its first call would raise its group's mean
+    reward."""
     batch = batch_of([trace for trace in record(model, random.Random(5)) if trace.group_id == "a"])
     batch.rewards["crashed"] = GroupReward(group_id="a", reward=-10.0)
     trainer = make_trainer(model, tmp_path, batch)
@@ -142,7 +183,9 @@ def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path)
     assert seen.max() > 0
 
 
-def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(model, traces, tmp_path):
+def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(
+    model, traces, tmp_path
+):
     """A reference needs all of a group with signal."""
     rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
     rewarded = [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
@@ -169,7 +212,9 @@ def test_dropout_never_acts_and_that_of_an_adapter_is_refused(model, traces, tmp
     expected = gradients(model, tmp_path, traces)
     dropping = copy.deepcopy(model)
     dropping.model.layers[1].self_attn.attention_dropout = 0.5
-    dropping.model.layers[0].mlp.act_fn = torch.nn.Sequential(dropping.model.layers[0].mlp.act_fn, torch.nn.Dropout())
+    dropping.model.layers[0].mlp.act_fn = torch.nn.Sequential(
+        dropping.model.layers[0].mlp.act_fn, torch.nn.Dropout()
+    )
     for checkpointing in (False, True):
         found = gradients(dropping, tmp_path, traces, activation_checkpointing=checkpointing)
         assert largest_difference(expected, found) < 1e-6
@@ -181,13 +226,18 @@ def test_dropout_never_acts_and_that_of_an_adapter_is_refused(model, traces, tmp
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        ({"bias": "all"}, "bias = 'all', the model without its adapter is not the model that was given"),
+        (
+            {"bias": "all"},
+            "bias = 'all', the model without its adapter is not the model that was given",
+        ),
         ({"bias": "lora_only"}, "bias = 'lora_only', the model without"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa', the model without"),
         ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora', the model without"),
     ],
 )
-def test_an_adapter_without_which_the_model_is_another_one_gives_no_reference(model, tmp_path, adapter, message):
+def test_an_adapter_without_which_the_model_is_another_one_gives_no_reference(
+    model, tmp_path, adapter, message
+):
     lora = LoraConfig(r=2, target_modules=["q_proj"], **adapter)
     make_trainer(model, tmp_path, [], peft_config=lora)
     with pytest.raises(InputError, match=message):
@@ -201,7 +251,10 @@ def test_an_adapter_without_which_the_model_is_another_one_gives_no_reference(mo
     ("adapter", "message"),
     [
         ({"target_modules": ["lm_head"]}, "cannot be trained: .* `lm_head` is not supported"),
-        ({"target_modules": ["q_proj"], "init_lora_weights": "corda"}, "cannot be trained: .*preprocess_corda"),
+        (
+            {"target_modules": ["q_proj"], "init_lora_weights": "corda"},
+            "cannot be trained: .*preprocess_corda",
+        ),
         ({"target_modules": ["nope"]}, "cannot be trained: .*not found"),
     ],
 )
@@ -216,8 +269,12 @@ def test_positions_that_depend_on_the_longest_row_are_refused(model, tmp_path, k
     model = copy.deepcopy(model)
     table = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     default = {"rope_type": "default", "rope_theta": 10000.0}
-    model.config.rope_parameters = {"full_attention": default, "sliding_attention": table} if each_layer else table
-    with pytest.raises(ValueError, match=f"rope_type = '{kind}': the positions of a trace would depend"):
+    model.config.rope_parameters = (
+        {"full_attention": default, "sliding_attention": table} if each_layer else table
+    )
+    with pytest.raises(
+        ValueError, match=f"rope_type = '{kind}': the positions of a trace would depend"
+    ):
         make_trainer(model, tmp_path, [], forward="padded")
 
 
@@ -251,13 +308,19 @@ def test_a_model_that_computes_otherwise_in_training_mode_runs_as_engines_run_it
         "num_kv_shared_layers": 0,
         "altup_num_inputs": 2,
     }
-    options |= {"altup_coef_clip": 0.02, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 4}
+    options |= {
+        "altup_coef_clip": 0.02,
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "laurel_rank": 4,
+    }
     words = {"vocab_size": 32, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8}
     torch.manual_seed(0)
     model = Gemma3nForCausalLM(Gemma3nTextConfig(**COMMON | options | words)).float().eval()
     clipped = model.model.layers[0].altup.prediction_coefs.weight.data.fill_(0.3).clone()
     traces = record(model, random.Random(0))
-    trainer = trained(model, tmp_path, traces, forward=forward, peft_config=LORA, activation_checkpointing=True)
+    trainer = trained(
+        model, tmp_path, traces, forward=forward, peft_config=LORA, activation_checkpointing=True
+    )
     assert trainer.state.log_history[0]["difference_max"] < 1e-5
     altup = trainer.model.get_base_model().model.layers[0].altup
     assert torch.equal(altup.prediction_coefs.base_layer.weight, clipped)
@@ -267,11 +330,17 @@ def test_a_model_that_computes_otherwise_in_training_mode_runs_as_engines_run_it
 def test_adapters_on_experts_have_the_same_gradient_packed_and_padded(tmp_path, checkpointing):
     model = small_model("qwen3-moe").eval()
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False
+    )
     found = []
     for forward in ("padded", "packed"):
         torch.manual_seed(5)  # for the adapter
-        options = {"forward": forward, "peft_config": lora, "activation_checkpointing": checkpointing}
+        options = {
+            "forward": forward,
+            "peft_config": lora,
+            "activation_checkpointing": checkpointing,
+        }
         found.append(gradients(model, tmp_path, record(model, random.Random(3)), **options))
     assert sum("experts" in name for name in found[0]) == 12
     assert relative_difference(*found) < 1e-5
@@ -280,8 +349,12 @@ def test_adapters_on_experts_have_the_same_gradient_packed_and_padded(tmp_path, 
 def test_padded_rows_compute_their_layers_again_in_the_backward_pass(model, traces, tmp_path):
     calls = []
     for checkpointing in (False, True):
-        trainer = make_trainer(model, tmp_path, traces, forward="padded", activation_checkpointing=checkpointing)
-        trainer.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(checkpointing))  # noqa: B023
+        trainer = make_trainer(
+            model, tmp_path, traces, forward="padded", activation_checkpointing=checkpointing
+        )
+        trainer.model.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_: calls.append(checkpointing)  # noqa: B023
+        )
         trainer.train()
     assert calls.count(True) == 2 * calls.count(False)
 
@@ -293,7 +366,11 @@ def test_checkpoints_of_layers_rest_in_host_memory(model, traces, tmp_path):
     found = []
     peaks = []
     for offload in (False, True):
-        options = {"use_cpu": False, "activation_checkpointing": True, "offload_checkpoints": offload}
+        options = {
+            "use_cpu": False,
+            "activation_checkpointing": True,
+            "offload_checkpoints": offload,
+        }
         trainer = trained(model, tmp_path, traces, **options)
         found.append(trainer.spy.gradients[0])
         peaks.append(trainer.state.log_history[0]["peak_memory_gib"])
@@ -306,7 +383,9 @@ def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, t
     config = {"groups_per_step": 1, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
 
     def train(steps, checkpoint=None):
-        trainer = make_trainer(model, tmp_path, lambda rows: asked.extend(rows) or traces, max_steps=steps, **config)
+        trainer = make_trainer(
+            model, tmp_path, lambda rows: asked.extend(rows) or traces, max_steps=steps, **config
+        )
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer.spy.weights[-1]
 
@@ -319,7 +398,9 @@ def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, t
     assert largest_difference(whole, resumed) == 0
 
 
-def test_a_resumed_training_has_the_coefficient_of_the_entropy_where_it_was(model, traces, tmp_path):
+def test_a_resumed_training_has_the_coefficient_of_the_entropy_where_it_was(
+    model, traces, tmp_path
+):
     config = {
         "use_adaptive_entropy": True,
         "entropy_coef": 0.05,
@@ -334,15 +415,21 @@ def test_a_resumed_training_has_the_coefficient_of_the_entropy_where_it_was(mode
     assert largest_difference(whole.spy.weights[-1], resumed.spy.weights[-1]) == 0
 
 
-def test_a_model_that_a_packed_row_would_change_runs_padded_and_says_why(model, traces, tmp_path, monkeypatch, caplog):
+def test_a_model_that_a_packed_row_would_change_runs_padded_and_says_why(
+    model, traces, tmp_path, monkeypatch, caplog
+):
     expected = gradients(model, tmp_path, traces, forward="padded")
-    monkeypatch.setattr("rolltap.trainer.training.step.trainer.probe", lambda *args, **kwargs: "its memory is short")
+    monkeypatch.setattr(
+        "rolltap.trainer.training.step.trainer.probe", lambda *args, **kwargs: "its memory is short"
+    )
     assert largest_difference(expected, gradients(model, tmp_path, traces)) == 0
     assert "traces run as padded rows, not as one packed row: its memory is short" in caplog.text
 
 
 def test_a_step_of_which_every_token_is_masked_moves_no_weight(model, traces, tmp_path, caplog):
-    stale = [replace(trace, logprobs=[logprob - 5.0 for logprob in trace.logprobs]) for trace in traces]
+    stale = [
+        replace(trace, logprobs=[logprob - 5.0 for logprob in trace.logprobs]) for trace in traces
+    ]
     batches = iter([traces, stale])
     trainer = trained(model, tmp_path, lambda rows: next(batches), max_steps=2, **MASKED)
     logged = trainer.state.log_history[1]
@@ -352,7 +439,9 @@ def test_a_step_of_which_every_token_is_masked_moves_no_weight(model, traces, tm
 
 
 @pytest.mark.parametrize("correction", [{}, TRUNCATED, MASKED])
-def test_a_token_that_the_engine_thought_impossible_does_not_spoil_the_gradient(model, traces, tmp_path, correction):
+def test_a_token_that_the_engine_thought_impossible_does_not_spoil_the_gradient(
+    model, traces, tmp_path, correction
+):
     traces[0].logprobs[0] = -150.0
     found = gradients(model, tmp_path, traces, **correction)
     assert all(gradient.isfinite().all() for gradient in found.values())
@@ -372,7 +461,9 @@ def test_a_micro_batch_that_does_not_fit_is_said_with_what_to_do(model, traces, 
 
     trainer = make_trainer(model, tmp_path, traces)
     trainer.before_batch = lambda: trainer.model.model.layers[1].mlp.register_forward_hook(fail)
-    with pytest.raises(InputError, match=r"\d+ tokens in one pass do not fit .*: raise gradient_accumulation_steps"):
+    with pytest.raises(
+        InputError, match=r"\d+ tokens in one pass do not fit .*: raise gradient_accumulation_steps"
+    ):
         trainer.train()
 
 
@@ -398,16 +489,22 @@ def test_before_each_batch_and_not_before_each_step_something_is_called(model, t
 
 def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, tmp_path):
     trainer = make_trainer(model, tmp_path, traces)
-    trainer.before_batch = lambda: [trainer.log_metrics({"engine_difference": value}) for value in (0.5, 1.5)]
+    trainer.before_batch = lambda: [
+        trainer.log_metrics({"engine_difference": value}) for value in (0.5, 1.5)
+    ]
     trainer.train()
     assert trainer.state.log_history[0]["engine_difference"] == 1.0
 
 
-def test_a_step_that_its_check_refuses_ends_the_training_before_the_weights_change(model, traces, tmp_path):
+def test_a_step_that_its_check_refuses_ends_the_training_before_the_weights_change(
+    model, traces, tmp_path
+):
     checked = []
 
     def check_step(step, metrics):
-        checked.append((step, sorted(name for name in metrics if name.startswith(("difference/", "tokens/")))))
+        checked.append(
+            (step, sorted(name for name in metrics if name.startswith(("difference/", "tokens/"))))
+        )
         if step == 1:
             raise EngineError("the engine sampled other tokens")
 
@@ -426,7 +523,9 @@ def test_a_step_that_its_check_refuses_ends_the_training_before_the_weights_chan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(model, traces, tmp_path, dtype):
+def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(
+    model, traces, tmp_path, dtype
+):
     trainer = make_trainer(copy.deepcopy(model).to(dtype), tmp_path, traces, temperature=0.5)
     ids, logprobs = sample(model, [2, 3, 4], 20)
     before = trainer.score([2, 3, 4, *ids])
@@ -445,7 +544,9 @@ def test_a_base_is_scored_without_its_adapter(model, tmp_path):
     expected = make_trainer(model, tmp_path, []).score(ids)
     assert trainer.score(ids, base=True) == pytest.approx(expected, abs=1e-6)
     assert trainer.score(ids) != pytest.approx(expected, abs=1e-2)
-    assert all(weight.requires_grad for name, weight in trainer.model.named_parameters() if "lora_" in name)
+    assert all(
+        weight.requires_grad for name, weight in trainer.model.named_parameters() if "lora_" in name
+    )
 
 
 def test_the_reference_of_a_full_model_is_the_model_as_it_was_given(model, traces, tmp_path):
@@ -480,7 +581,9 @@ def test_what_fails_before_a_batch_ends_the_training(model, tmp_path):
     def fail():
         raise OSError("the engine is gone")
 
-    trainer = make_trainer(model, tmp_path, lambda rows: pytest.fail("the batch was fetched"), before_batch=fail)
+    trainer = make_trainer(
+        model, tmp_path, lambda rows: pytest.fail("the batch was fetched"), before_batch=fail
+    )
     with pytest.raises(OSError, match="the engine is gone"):
         trainer.train()
 
@@ -496,7 +599,9 @@ def test_steps_of_a_full_model_in_bfloat16_follow_those_in_float32(model, traces
         moved.append(torch.cat([master.flatten() for master in masters]))
     begun = make_trainer(model, tmp_path, traces)
     begun.create_optimizer()
-    start = torch.cat([p.detach().flatten() for group in begun.optimizer.param_groups for p in group["params"]])
+    start = torch.cat(
+        [p.detach().flatten() for group in begun.optimizer.param_groups for p in group["params"]]
+    )
     rounded = start.to(torch.bfloat16).float()
     steps = torch.nn.functional.cosine_similarity(moved[0] - start, moved[1] - rounded, dim=0)
     assert steps > 0.9

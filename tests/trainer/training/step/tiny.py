@@ -38,7 +38,9 @@ def tiny_model(**fields) -> Qwen3ForCausalLM:
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")), pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
     )
 
 
@@ -58,7 +60,11 @@ def record_session(model, rng: random.Random, session: str, prompt: list[int]) -
     calls: list[Call] = []
     for turn in range(2):
         if calls:
-            prompt = calls[-1].prompt_ids + calls[-1].completion_ids + [rng.randrange(2, VOCABULARY) for _ in range(3)]
+            prompt = (
+                calls[-1].prompt_ids
+                + calls[-1].completion_ids
+                + [rng.randrange(2, VOCABULARY) for _ in range(3)]
+            )
         ids, logprobs = sample(model, prompt, rng.randrange(2, 6))
         fields = {"session_id": session, "call_id": f"{session}-{turn}", "logprobs": logprobs}
         calls.append(make_call(turn, prompt, ids, version="0", **fields))
@@ -99,11 +105,23 @@ def record(model, rng: random.Random, sessions: int = 3) -> list[Trace]:
     return traces_of(record_groups(model, rng, sessions))
 
 
-def make_trace(session: str, mask: Sequence[int] = (1,), prompt: Sequence[int] = (1,), **fields) -> Trace:
+def make_trace(
+    session: str, mask: Sequence[int] = (1,), prompt: Sequence[int] = (1,), **fields
+) -> Trace:
     """Return a trace whose completion has as many tokens as the mask."""
-    defaults = {"completion_ids": [2] * len(mask), "logprobs": [-0.5] * len(mask), "weight_versions": []}
+    defaults = {
+        "completion_ids": [2] * len(mask),
+        "logprobs": [-0.5] * len(mask),
+        "weight_versions": [],
+    }
     tokens = {"prompt_ids": list(prompt), "completion_mask": list(mask)}
-    return Trace(session_id=session, trace_id=f"{session}/0", call_ids=["0"], **tokens, **{**defaults, **fields})
+    return Trace(
+        session_id=session,
+        trace_id=f"{session}/0",
+        call_ids=["0"],
+        **tokens,
+        **{**defaults, **fields},
+    )
 
 
 class Spy(TrainerCallback):
@@ -115,10 +133,14 @@ class Spy(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = model.named_parameters()
-        self.gradients.append({name: whole(weight.grad) for name, weight in named if weight.grad is not None})
+        self.gradients.append(
+            {name: whole(weight.grad) for name, weight in named if weight.grad is not None}
+        )
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append({name: whole(weight.detach()) for name, weight in model.named_parameters()})
+        self.weights.append(
+            {name: whole(weight.detach()) for name, weight in model.named_parameters()}
+        )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +151,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def batch_of(traces: list[Trace], **fields) -> TraceBatch:
     """Return a batch of the traces, with the rewards of their labels."""
     rewarded = [trace for trace in traces if trace.reward is not None]
-    rewards = {trace.session_id: GroupReward(group_id=trace.group_id, reward=trace.reward) for trace in rewarded}
+    rewards = {
+        trace.session_id: GroupReward(group_id=trace.group_id, reward=trace.reward)
+        for trace in rewarded
+    }
     return TraceBatch(**{"traces": traces, "rewards": rewards, "on_policy": True, **fields})
 
 
@@ -143,7 +168,8 @@ def make_trainer(
     before_batch: Callable[[], None] | None = None,
     **config,
 ) -> TraceGRPOTrainer:
-    """Return a trainer on a copy of `model`, with a `spy`. `source`: every batch, its traces, or what returns them."""
+    """Return a trainer on a copy of `model`, with a `spy`. `source`: every batch, its traces, or
+    what returns them."""
     spy = Spy()
 
     def trace_source(rows: list[dict]) -> TraceBatch:
@@ -200,4 +226,6 @@ def relative_difference(wanted: dict[str, torch.Tensor], got: dict[str, torch.Te
     """Return |wanted - got| / |wanted| over all parameters together."""
     assert wanted.keys() == got.keys()
     apart = sum(float((wanted[name] - got[name]).double().square().sum()) for name in wanted)
-    return (apart / sum(float(gradient.double().square().sum()) for gradient in wanted.values())) ** 0.5
+    return (
+        apart / sum(float(gradient.double().square().sum()) for gradient in wanted.values())
+    ) ** 0.5
