@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rolltap.trainer.boxes import supervised
 from rolltap.trainer.boxes.runtime import Ended
 from rolltap.trainer.boxes.supervised import LOG_BYTES, Output, run_supervised, written_to
 from tests.boxes import wait_until_dead
@@ -130,11 +131,20 @@ async def test_it_has_no_standard_input_and_no_descriptor_of_the_supervisor(tmp_
 async def test_a_command_that_takes_too_long_can_write_its_last_words(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo")
     script = "trap 'echo bye; exit' TERM; echo > fifo; while :; do sleep 0.01; done"
+    limited = asyncio.Event()
+
+    async def no_limit(*_):
+        limited.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(supervised, "exceeded", no_limit)
     running = asyncio.create_task(sh(script, tmp_path, timeout=600))
     await asyncio.to_thread((tmp_path / "fifo").read_text)
+    await limited.wait()
     loop = asyncio.get_running_loop()
     now = loop.time
-    monkeypatch.setattr(loop, "time", lambda: now() + 600)  # not before the trap is set
+    # not before the trap is set, and the limits, which are watched as long as the time, are watched
+    monkeypatch.setattr(loop, "time", lambda: now() + 600)
     assert await running == Ended(None, "timeout")
     assert (tmp_path / "log").read_text().endswith("bye\n")
 
