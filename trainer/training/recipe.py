@@ -277,8 +277,9 @@ def _faults(recipe: Recipe) -> Iterator[str]:
             f"evaluation.share = {held_out.share:g} does nothing with service, which has the slots"
         )
         yield f"{what}: remove it, and give --evaluation-share to `rolltap service`"
-    if recipe.evaluation is not None and recipe.concurrency == 1:
-        what = f"evaluation.share = {recipe.evaluation.share:g} leaves no slot for the training"
+    has_own_slots = recipe.service is None
+    if held_out is not None and has_own_slots and recipe.concurrency == 1:
+        what = f"evaluation.share = {held_out.share:g} leaves no slot for the training"
         yield f"{what} with concurrency = 1: set concurrency = 2 or more"
 
 

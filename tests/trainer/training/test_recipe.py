@@ -205,6 +205,11 @@ def test_a_bad_key_is_named_with_its_value(load, text, message):
         load(text)
 
 
+def test_the_slots_of_a_service_are_not_those_of_a_training_that_evaluates(load):
+    text = GOOD + 'service = "http://h:1"\nconcurrency = 1\n' + HELD_OUT
+    assert load(text).evaluation is not None
+
+
 def test_a_missing_recipe_is_named(tmp_path):
     with pytest.raises(InputError, match="cannot read "):
         load_recipe(tmp_path / "none.toml")
