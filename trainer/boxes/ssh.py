@@ -57,6 +57,8 @@ _NOT_CONNECTED = 255
 _CONNECT_SECONDS = 60.0
 _FORWARD_SECONDS = 60.0
 _END_SECONDS = 20.0
+LATE_SECONDS = 600.0
+"""Longest wait for what a program leaves, when it should have ended by its own timeout."""
 _TAKEN_BYTES = 80 << 20
 """Most bytes of an output or a verdict. A machine that keeps to its agent sends less."""
 _GIB = 1 << 30
@@ -315,6 +317,7 @@ class SshBox:
         log: Path,
     ) -> Ended:
         stream = self._stream
+        stream.patience = timeout + LATE_SECONDS
         await stream.send({"command": list(command), "env": dict(env), "timeout": timeout})
         left = _TAKEN_BYTES
         with log.open("wb", buffering=0) as output:

@@ -250,6 +250,17 @@ async def test_a_program_of_a_silent_agent_is_lost(machine, tmp_path, stop, monk
             await running
 
 
+async def test_a_program_of_which_an_agent_that_is_alive_tells_no_end_is_lost(
+    machine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ssh, "LATE_SECONDS", -599.9)
+    async with machine.runtime().box(spec_in(tmp_path)) as box:
+        message = r"@machine was lost: it is alive, and sent nothing for 0\.1 s"
+        with pytest.raises(ConnectionError, match=message):
+            await box.run(["sleep", "3609"], env=ENV, timeout=600, log=tmp_path / "log")
+    assert machine.left() == []
+
+
 async def test_a_workspace_for_a_silent_agent_is_lost(machine, tmp_path, stop, monkeypatch):
     runtime = machine.runtime()
     spec = spec_in(tmp_path, name="large")

@@ -20,6 +20,8 @@ STARTED = b"rolltap: boxes can be made\n"
 ALIVE_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 """Time without a byte after which the other side is lost."""
+END_SECONDS = 600.0
+"""Longest wait for the end of a stream's task. One that hangs ends with the connection."""
 _LOOK_SECONDS = 1.0
 _HEADER = struct.Struct(">IBI")
 _OPEN, _MESSAGE, _DATA, _CLOSE, _ALIVE = range(5)
@@ -45,6 +47,8 @@ class Stream:
         self._frames: asyncio.Queue[Received] = asyncio.Queue(_QUEUED)
         self._is_leaving = False
         self._ended = asyncio.Event()
+        self.patience: float | None = None
+        """Longest wait for a frame, in seconds. A side may be alive and not answer."""
 
     async def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, which is JSON. Raises `LostError`."""
@@ -80,13 +84,14 @@ class Stream:
         return received
 
     async def close(self) -> None:
-        """End the stream, and wait until the other side's task has ended, or is lost."""
+        """End the stream, and wait until the other side's task has ended, is lost or hangs."""
         self._is_leaving = True
         while not self._frames.empty():  # the reader of all streams may wait for room
             self._frames.get_nowait()
-        with suppress(LostError):
-            await self._connection.write(_CLOSE, self._number, b"")
-            await self._ended.wait()
+        with suppress(LostError, TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._connection.write(_CLOSE, self._number, b"")
+                await self._ended.wait()
         self._connection.forget(self._number)
 
     async def take(self, received: Received) -> None:
@@ -102,10 +107,13 @@ class Stream:
         if self._frames.empty() and not self._ended.is_set():
             coming = asyncio.ensure_future(self._frames.get())
             ended = asyncio.ensure_future(self._ended.wait())
+            first = asyncio.FIRST_COMPLETED
             try:
-                await asyncio.wait([coming, ended], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([coming, ended], timeout=self.patience, return_when=first)
                 if coming.done():
                     return coming.result()
+                if not ended.done():
+                    raise LostError(f"it is alive, and sent nothing for {self.patience:g} s")
             finally:
                 coming.cancel()
                 ended.cancel()

@@ -1,7 +1,7 @@
 import asyncio
 import socket
 import struct
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -146,6 +146,29 @@ async def test_a_side_that_says_that_it_is_alive_is_not_lost(monkeypatch):
     writer.close()
     theirs.close()
     await running
+
+
+async def test_a_side_that_is_alive_and_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(frames, "END_SECONDS", 0.01)
+    may_end = asyncio.Event()
+
+    async def serve(stream):
+        if not (await stream.receive())["hangs"]:
+            await stream.send({})
+            return
+        while not may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    async with connected(serve) as connection:
+        stream = await connection.open({"hangs": True})
+        stream.patience = 0.01
+        with pytest.raises(LostError, match=r"it is alive, and sent nothing for 0\.01 s"):
+            await stream.receive()
+        await stream.close()
+        other = await connection.open({"hangs": False})
+        assert await other.receive() == {}
+        may_end.set()
 
 
 def frame(kind, content):
