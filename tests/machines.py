@@ -4,12 +4,14 @@ It needs no port, no rights and no network. The machine is this one, with a temp
 own.
 """
 
+import atexit
 import getpass
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,10 @@ class SshMachine:
         if _SSHD is None:
             pytest.skip("sshd is not installed: apt-get install openssh-server")
         self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        # a socket's path in the folder of a test would be too long
+        self.temporary = Path(tempfile.mkdtemp(prefix="ssh-", dir="/tmp"))
+        atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
         self.through: list[str] = []
         for name in ("host", "user"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]

@@ -6,7 +6,7 @@ along. The agent makes boxes as the runtimes of this machine do. The connection 
 there are boxes:
 
     connect      ssh HOST python3; the agent's files go over stdin
-    forward      ssh -O forward -R: a port of the machine's loopback leads to the recorder here
+    forward      ssh -O forward -R: a socket in the agent's folder leads to the recorder here
     box          the workspace, the home and the mounts go there; one stream of the connection each
     run          the command goes there; its output, its end and its changes come back
     leave        the box and its folders are removed there
@@ -18,6 +18,7 @@ When the connection breaks, everything ends on the machine. Sessions that had bo
 
 import asyncio
 import io
+import re
 import shlex
 import shutil
 import tarfile
@@ -25,7 +26,8 @@ import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -51,6 +53,9 @@ _FILES = (
 """The parts of rolltap that the agent needs. They need no more than psutil and pydantic."""
 _LINES_BEFORE = 1000
 """Most lines that a shell may say before the agent starts."""
+_FOLDER = re.compile(r"/[\w./-]{1,90}", re.ASCII)
+"""The agent's folder. ssh(1) reads nothing else into such a name, and the path of a socket in it
+has at most 107 bytes (unix(7))."""
 _SAID_BYTES = 2000
 _NOT_CONNECTED = 255
 """Exit status of ssh(1) for an error of its own; others are those of the program on the machine."""
@@ -99,9 +104,9 @@ class Machine:
             options += ["-o", option]
         return ["ssh", *options, *self.arguments, "--", self.host, program]
 
-    def forward(self, control: Path, proxy: str) -> list[str]:
-        """Return the command that opens a port on the machine's loopback, and prints its number."""
-        forward = f"127.0.0.1:0:{proxy}"
+    def forward(self, control: Path, socket: str, proxy: str) -> list[str]:
+        """Return the command with which a socket on the machine leads to `proxy`, `HOST:PORT`."""
+        forward = f"{socket}:{proxy}"
         # no configuration: it may have forwards of its own
         options = ["-F", "none", "-o", f"ControlPath={control}", "-O", "forward", "-R", forward]
         return ["ssh", *options, "--", self.host]
@@ -110,37 +115,46 @@ class Machine:
 class Link:
     """A connection to a machine, with the agent at its other end. Made by `linked`."""
 
-    def __init__(self, machine: Machine, control: Path, connection: Connection) -> None:
+    def __init__(
+        self, machine: Machine, control: Path, connection: Connection, folder: str
+    ) -> None:
         self.connection = connection
         self._machine = machine
         self._control = control
-        self._ports: Once[str, str] = Once()
+        self._folder = folder
+        self._numbers = count()
+        self._sockets: Once[str, str] = Once()
 
     async def forward(self, proxy: str) -> str:
-        """Return where the machine reaches the recorder, `HOST:PORT`. Raises `OSError`."""
-        return await self._ports.get(proxy, lambda: self._forward(proxy))
+        """Return the socket on the machine that leads to the recorder. Raises `OSError`.
+
+        Only the user of the agent can reach it. A port would be open to all users of the machine,
+        and to its network where sshd has `GatewayPorts yes`.
+        """
+        return await self._sockets.get(proxy, partial(self._forward, proxy))
 
     async def _forward(self, proxy: str) -> str:
+        socket = f"{self._folder}/recorder-{next(self._numbers)}"
         asked = await asyncio.create_subprocess_exec(
-            *self._machine.forward(self._control, proxy),
+            *self._machine.forward(self._control, socket, proxy),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
         try:
             async with asyncio.timeout(_FORWARD_SECONDS):
-                port, said = await asked.communicate()
+                _, said = await asked.communicate()
         except TimeoutError as error:
             how = f"did not answer within {_FORWARD_SECONDS:g} s"
             raise OSError(f"the machine {self._machine.host} {how}") from error
         finally:
             await _ended_at_once(asked)
-        if asked.returncode or not port.strip().isdigit():
+        if asked.returncode:
             raise OSError(
-                f"{self._machine.host} forwards no port to the recorder ({_text(said)}): "
-                "its sshd needs AllowTcpForwarding"
+                f"{self._machine.host} forwards no socket to the recorder ({_text(said)}): "
+                "its sshd needs AllowStreamLocalForwarding"
             )
-        return f"127.0.0.1:{int(port)}"
+        return socket
 
 
 @asynccontextmanager
@@ -167,12 +181,18 @@ async def linked(machine: Machine) -> AsyncIterator[Link]:
         try:
             try:
                 async with asyncio.timeout(_CONNECT_SECONDS):
-                    await _start_agent(client.stdin, client.stdout)
+                    place = await _start_agent(client.stdin, client.stdout)
             except (OSError, EOFError, asyncio.LimitOverrunError) as error:
                 raise await _why_not(machine, client, errors, error) from error
             running = asyncio.create_task(connection.run())
             try:
-                yield Link(machine, control, connection)
+                if not _FOLDER.fullmatch(place):
+                    raise InputError(
+                        f"the machine {machine.host} cannot have boxes: no forwarded socket can be "
+                        f"in {place}: set TMPDIR there to a short path of letters, digits, '.', "
+                        "'_' and '-'"
+                    )
+                yield Link(machine, control, connection, place)
             finally:
                 client.stdin.close()  # the agent ends its boxes, and then the connection
                 if not connection.why:
@@ -184,13 +204,14 @@ async def linked(machine: Machine) -> AsyncIterator[Link]:
             await _ended_at_once(client)
 
 
-async def _start_agent(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> None:
+async def _start_agent(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> str:
+    """Start the agent, and return its folder on the machine."""
     files = await asyncio.to_thread(_agent_files)
     stdin.write(f"{_BOOT.read_text()!r}\n{len(files)}\n".encode() + files)
     await stdin.drain()
     for _ in range(_LINES_BEFORE):
         if await stdout.readuntil() == STARTED:
-            return
+            return _text(await stdout.readuntil())
     raise OSError("it says much and starts no agent")
 
 
@@ -468,7 +489,9 @@ class SshRuntime:
         host = self._machine.host
         async with self._link() as link:
             try:
-                proxy = None if spec.proxy is None else await link.forward(spec.proxy)
+                recorder = None
+                if spec.proxy is not None:
+                    recorder = await link.forward(spec.proxy)
                 parts, mounts = _parts(spec, self._files)
                 request = {
                     "do": "box",
@@ -477,7 +500,7 @@ class SshRuntime:
                     "workdir": spec.workdir,
                     "image": spec.image,
                     "limits": spec.limits.model_dump(),
-                    "proxy": proxy,
+                    "recorder": recorder,
                     "mounts": mounts,
                 }
                 stream = await link.connection.open(request)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
@@ -50,6 +51,14 @@ def below(process):
         if client.name() == "ssh":  # a fixture of other tests may have processes too
             found += [child for child in client.children(recursive=True) if child.name() != "ssh"]
     return list(dict.fromkeys(found))
+
+
+def listening(processes):
+    """Return the TCP ports at which processes listen."""
+    connections = []
+    for process in processes:
+        connections += process.net_connections("tcp")
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 def stamp(path):
@@ -145,7 +154,9 @@ async def test_a_verdict_comes_through_a_pipe_and_its_writers_are_counted(machin
             assert (channel.opened, bytes(channel.content)) == (3, b"1\n2\n3\n")
 
 
-async def test_the_recorder_is_reached_through_the_connection(machine, tmp_path):
+async def test_the_recorder_is_reached_through_the_connection_and_by_no_port(machine, tmp_path):
+    machine.settings.append("GatewayPorts yes")
+
     async def answer(reader, writer):
         writer.write(b"answer to " + await reader.readline())
         writer.close()
@@ -163,6 +174,10 @@ async def test_the_recorder_is_reached_through_the_connection(machine, tmp_path)
             _, output = await sh(box, script, tmp_path / "log")
             assert output.startswith("answer to hello\n")
             assert output.endswith("closed\n")
+            assert listening(below(psutil.Process())) == []
+            [agent] = machine.temporary.iterdir()
+            assert stat.S_IMODE(agent.stat().st_mode) == 0o700
+            assert [path for path in agent.iterdir() if path.is_socket()]
 
 
 @pytest.mark.deep
@@ -346,8 +361,10 @@ from tests.machines import SshMachine
 from tests.trainer.boxes.test_ssh import started
 folder = Path(sys.argv[1])
 async def main():
-    async with SshMachine(folder / "machine").runtime().box(spec_in(folder)) as box:
+    machine = SshMachine(folder / "machine")
+    async with machine.runtime().box(spec_in(folder)) as box:
         await started(box, "sleep 3605", folder)
+        print(machine.temporary)
         print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
@@ -360,10 +377,10 @@ def test_everything_ends_on_the_machine_when_rolltap_is_killed(tmp_path):
         [sys.executable, "-c", KILLED, tmp_path], cwd=root, stdout=subprocess.PIPE, text=True
     )
     assert killed.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in killed.stdout.split()]
+    temporary, *pids = killed.stdout.split()
     assert len(pids) > 4
-    assert all(wait_until_dead(pid) for pid in pids)
-    assert list((tmp_path / "machine" / "tmp").iterdir()) == []
+    assert all(wait_until_dead(int(pid)) for pid in pids)
+    Path(temporary).rmdir()  # it is empty
 
 
 @pytest.mark.deep
@@ -394,13 +411,22 @@ def test_a_python_without_the_packages_is_refused_with_the_remedy(machine, tmp_p
 
 
 @pytest.mark.deep
-async def test_an_sshd_that_forwards_no_port_is_named(machine, tmp_path):
-    machine.settings.append("AllowTcpForwarding no")
-    with pytest.raises(
-        OSError, match=r"forwards no port to the recorder (?s:.*)AllowTcpForwarding"
-    ):
+async def test_an_sshd_that_forwards_no_socket_is_named(machine, tmp_path):
+    machine.settings.append("AllowStreamLocalForwarding no")
+    message = r"@machine forwards no socket to the recorder (?s:.*)AllowStreamLocalForwarding"
+    with pytest.raises(OSError, match=message):
         async with machine.runtime().box(spec_in(tmp_path, proxy="127.0.0.1:9")):
             pass
+
+
+def test_a_temporary_folder_that_is_too_long_for_a_socket_is_refused(machine, tmp_path):
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    machine.settings.append(f"SetEnv TMPDIR={folder}")
+    machine.settings.remove(f"SetEnv TMPDIR={machine.temporary}")
+    with pytest.raises(InputError, match=r"@machine cannot have boxes: .* set TMPDIR there"):
+        machine.runtime().check()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.deep
@@ -446,7 +472,7 @@ async def test_containers_of_images_that_the_machine_has(podman, machine, tmp_pa
     assert machine.left() == []
 
 
-async def test_a_box_has_a_bounded_number_of_connections(monkeypatch):
+async def test_a_box_has_a_bounded_number_of_connections(tmp_path, monkeypatch):
     monkeypatch.setattr(agent, "_CONNECTIONS", 2)
 
     async def greet(reader, writer):
@@ -454,10 +480,9 @@ async def test_a_box_has_a_bounded_number_of_connections(monkeypatch):
         await reader.read()
         writer.close()
 
-    recorder = await asyncio.start_server(greet, "127.0.0.1", 0)
-    port = recorder.sockets[0].getsockname()[1]
+    recorder = await asyncio.start_unix_server(greet, tmp_path / "recorder")
     listener = socket.create_server(("127.0.0.1", 0))
-    relaying = asyncio.create_task(agent._relay(listener.dup(), f"127.0.0.1:{port}"))
+    relaying = asyncio.create_task(agent._relay(listener.dup(), str(tmp_path / "recorder")))
 
     async def connect():
         reader, writer = await asyncio.open_connection(*listener.getsockname())

@@ -109,10 +109,10 @@ async def _box(stream: Stream, runtime: Runtime, request: Mapping[str, Any]) -> 
                     source.parent.mkdir(exist_ok=True)
                     channels.append(await stack.enter_async_context(Channel(source)))
                 mounts.append(Mount(source, mount["target"], mount["writable"]))
-            proxy = request["proxy"]
+            recorder = request["recorder"]
             accept = None
-            if proxy is not None:
-                accept = partial(_accept, proxy, asyncio.get_running_loop())
+            if recorder is not None:
+                accept = partial(_accept, recorder, asyncio.get_running_loop())
             spec = BoxSpec(
                 name=request["name"],
                 workspace=folder / "workspace",
@@ -121,7 +121,6 @@ async def _box(stream: Stream, runtime: Runtime, request: Mapping[str, Any]) -> 
                 mounts=mounts,
                 image=request["image"],
                 limits=Limits(**request["limits"]),
-                proxy=proxy,
                 accept=accept,
             )
             box = await stack.enter_async_context(runtime.box(spec))
@@ -244,20 +243,19 @@ def _read(log: Path, begin: int) -> bytes:
 
 @contextmanager
 def _accept(
-    proxy: str,
+    recorder: str,
     loop: asyncio.AbstractEventLoop,
     listener: socket.socket,
 ) -> Iterator[None]:
-    """Pass on the connections at a socket to `proxy` (`HOST:PORT`). Entered in a thread."""
-    relaying = asyncio.run_coroutine_threadsafe(_relay(listener.dup(), proxy), loop)
+    """Pass on the connections at a socket to the socket at `recorder`. Entered in a thread."""
+    relaying = asyncio.run_coroutine_threadsafe(_relay(listener.dup(), recorder), loop)
     try:
         yield
     finally:
         relaying.cancel()
 
 
-async def _relay(listener: socket.socket, proxy: str) -> None:
-    host, _, port = proxy.rpartition(":")
+async def _relay(listener: socket.socket, recorder: str) -> None:
     passed: set[asyncio.StreamWriter] = set()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -271,7 +269,7 @@ async def _relay(listener: socket.socket, proxy: str) -> None:
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
-            there_reader, there_writer = await asyncio.open_connection(host, int(port))
+            there_reader, there_writer = await asyncio.open_unix_connection(recorder)
             try:
                 async with asyncio.TaskGroup() as directions:
                     directions.create_task(_pass_on(reader, there_writer))
@@ -339,10 +337,10 @@ async def _connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Stre
         write.abort()
 
 
-async def main() -> None:
-    """Serve the connection until it ends."""
+async def main(place: Path) -> None:
+    """Serve the connection until it ends. `place` is the folder of this agent."""
     async with _connected() as (reader, writer):
-        writer.write(STARTED)
+        writer.write(STARTED + f"{place}\n".encode(errors="replace"))
         await Connection(reader, writer, serve).run()
 
 
@@ -353,6 +351,6 @@ if __name__ == "__main__":
         raise_limit()
         with _locked(place):
             sweep(place)
-            asyncio.run(main())
+            asyncio.run(main(place))
     finally:
         remove_folder(place)
