@@ -20,6 +20,7 @@ from rolltap.trainer.boxes.harbor import HarborRuntime, take_changes
 from rolltap.trainer.boxes.inside import harbor_program
 from rolltap.trainer.boxes.runtime import Ended, ImageRuntime, Mount
 from rolltap.trainer.judges.channel import Channel
+from rolltap.trainer.tasks import task
 from rolltap.trainer.tasks.task import Build, Limits
 from rolltap.trainer.traces.reader import load_sessions
 from tests.boxes import sh, spec_in, wait_until_dead
@@ -104,6 +105,12 @@ async def test_harbors_podman_environment_is_such_a_box_and_nothing_of_it_is_lef
         assert projects(spec.name) == []
 
 
+async def test_the_output_has_the_errors_as_well_in_their_order(tmp_path):
+    async with make_runtime(tmp_path).box(make_spec(tmp_path)) as box:
+        _, said = await sh(box, "echo one; echo two >&2; echo three", tmp_path / "log")
+    assert said == "one\ntwo\nthree\n"
+
+
 async def test_all_that_a_program_left_is_killed_when_it_ends(tmp_path):
     spec = make_spec(tmp_path)
     script = "(setsid sleep 1000 & echo $! >pid); grep -c . /proc/$(cat pid)/cmdline"
@@ -169,6 +176,43 @@ async def test_more_than_the_disk_limit_is_a_program_at_its_limit(tmp_path):
     async with make_runtime(tmp_path).box(spec) as box:
         ended, _ = await sh(box, "head -c 3000000 /dev/zero >large", tmp_path / "log")
     assert ended == Ended(None, "disk")
+
+
+FLOODS = """
+exec >"$1"
+echo $$ >{pid}
+printf %02000000d 0
+exec sleep 1000
+"""
+
+
+async def test_a_download_is_ended_at_the_disk_limit_while_it_comes(tmp_path):
+    runtime = make_runtime(tmp_path, sends=FLOODS.format(pid=tmp_path / "pid"))
+    async with runtime.box(make_spec(tmp_path, limits=Limits(disk_gib=0.001))) as box:
+        ended, _ = await sh(box, "true", tmp_path / "log")
+    assert ended == Ended(None, "disk")
+    assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_box_without_a_limit_has_that_of_runtimes_that_isolate(tmp_path, monkeypatch):
+    monkeypatch.setitem(task._ISOLATED, "disk_gib", 0.001)
+    runtime = make_runtime(tmp_path, sends=FLOODS.format(pid=tmp_path / "pid"))
+    async with runtime.box(make_spec(tmp_path)) as box:
+        ended, _ = await sh(box, "true", tmp_path / "log")
+    assert ended == Ended(None, "disk")
+    with pytest.raises(InputError, match="/start of the image an-image cannot be copied: .* GiB"):
+        await asyncio.to_thread(runtime.copy_out, "an-image", "/start", tmp_path / "start")
+
+
+async def test_a_box_sends_no_workspace_that_is_over_its_disk_limit(tmp_path):
+    spec = make_spec(tmp_path, limits=Limits(disk_gib=0.001))
+    (spec.workspace / "kept.txt").write_text("kept\n")
+    script = "echo said; rm kept.txt; head -c 3000000 /dev/urandom >large"
+    async with make_runtime(tmp_path).box(spec) as box:
+        ended, said = await sh(box, script, tmp_path / "log")
+    assert ended == Ended(None, "disk")
+    assert said == "said\n"
+    assert [path.name for path in spec.workspace.iterdir()] == ["kept.txt"]
 
 
 async def test_a_box_reaches_the_recorder_alone_where_harbor_can_restrict_it(tmp_path):

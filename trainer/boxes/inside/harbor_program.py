@@ -41,14 +41,14 @@ command -v {program} >/dev/null ) || how=absent
 ( {exports}
 export {mark}={token}
 exec {command}
-) >{folder}/{log} & program=$!
+) >{folder}/{log} 2>&1 & program=$!
 ( export {mark}={token}
 sleep {timeout:.3f}
 : >{folder}/timeout
 kill $program
 sleep {grace}
 kill -KILL $program
-) >/dev/null & watch=$!
+) >/dev/null 2>&1 & watch=$!
 wait $program
 status=$?
 kill -KILL $watch
@@ -69,6 +69,7 @@ if [ $(wc -c <{folder}/{log}) -gt {log_bytes} ]; then
   mv {folder}/cut {folder}/{log}
 fi
 {pack} >/dev/null
+[ $(wc -c <{archive}) -le {most_bytes} ] || {{ {pack_ours}; }} >/dev/null
 echo "{token} $status $how"
 """
 
@@ -82,13 +83,15 @@ def run_script(
     workdir: str,
     pipes: Sequence[str],
     log_bytes: int,
+    most_bytes: int,
 ) -> str:
     """Return the script that runs a program in the folder `workdir`, kills what it left, and packs
     what comes back.
 
     It prints `token`, the exit status, and `ended`, `timeout` or `absent`. The output is in the
     file `LOG`, without what comes after `log_bytes`. `pipes` are paths that the program writes to;
-    they lead to the files `verdict(0)` and so on.
+    they lead to the files `verdict(0)` and so on. An archive of more than `most_bytes` is made
+    again, without the workspace.
 
     Raises `OSError` for a variable whose name no shell knows.
     """
@@ -121,6 +124,8 @@ def run_script(
         timeout=timeout,
         grace=GRACE_SECONDS,
         pack=pack_command(workdir),
+        pack_ours=pack_command(),
+        most_bytes=most_bytes,
     )
 
 
@@ -129,11 +134,11 @@ def verdict(number: int) -> str:
     return f"verdict-{number}"
 
 
-def pack_command(workdir: str) -> str:
-    """Return the command that packs `FOLDER` and `workdir`.
+def pack_command(*folders: str) -> str:
+    """Return the command that packs `FOLDER` and other folders.
 
     Hard links are files of their own there.
     """
+    names = [shlex.quote(folder.strip("/")) for folder in (FOLDER, *folders)]
     whole = "$(tar --hard-dereference --version >/dev/null 2>&1 && echo --hard-dereference)"
-    names = f"{FOLDER.strip('/')} {shlex.quote(workdir.strip('/'))}"
-    return f"mkdir -p {FOLDER} && tar {whole} -czf {FROM_BOX} -C / {names}"
+    return f"mkdir -p {FOLDER} && tar {whole} -czf {FROM_BOX} -C / {' '.join(names)}"
