@@ -14,20 +14,20 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CallRole as CallRole
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.records import SessionStatus as SessionStatus
-from rolltap.addons.store.rewards import GivenReward, finite, give_reward
+from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import progress_bar
-from rolltap.trainer.runs.edit import Filter, LeftBehind, filter_run, split_run
+from rolltap.trainer.runs.edit import Filter, filter_run, split_run
 from rolltap.trainer.runs.edit import SplitBy as SplitBy
-from rolltap.trainer.runs.edit import merge_runs as _merge_runs
 from rolltap.trainer.runs.exports import ExportFormat as ExportFormat
 from rolltap.trainer.runs.exports import exporter
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
+from rolltap.trainer.runs.merge import LeftBehind
+from rolltap.trainer.runs.merge import merge_runs as _merge_runs
 from rolltap.trainer.runs.secrets import find_in_run
-from rolltap.trainer.runs.suspicions.rules import NAMES as SUSPICIONS
 from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
 from rolltap.trainer.runs.views.check import CheckReport, check_run
@@ -467,19 +467,6 @@ class Run:
         `InputError` when no session is left, when one of `session_ids` does not exist, and for no
         rule's name.
         """
-        if unknown := criteria.keys() - Filter.__annotations__:
-            raise TypeError(
-                f"unknown criterion {min(unknown)!r}: choose {', '.join(Filter.__annotations__)}",
-            )
-        for name, given in criteria.items():
-            if name not in ("min_reward", "max_reward", "suspicious"):
-                require_collection(given)
-            elif name != "suspicious" and given is not None:
-                finite(given, name)
-        if unknown := set(criteria.get("suspicions", ())) - {*SUSPICIONS}:
-            raise InputError(
-                f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}",
-            )
         with progress_bar(show=progress) as advance:
             filter_run(self.path, Path(out), criteria, advance)
         return Run(out)
@@ -498,11 +485,8 @@ class Run:
         each, with groups kept whole. Events without a session go to the first. Raises `InputError`
         unless exactly one of `by` and `parts` is given, and for more parts than groups.
         """
-        wanted = parts if by is None else by
-        if wanted is None or (by is not None and parts is not None):
-            raise InputError("give either by= or parts=")
         with progress_bar(show=progress) as advance:
-            names = split_run(self.path, Path(out), wanted, advance)
+            names = split_run(self.path, Path(out), advance, by=by, parts=parts)
         return {name: Run(Path(out, name)) for name in names}
 
     def view_file(

@@ -19,10 +19,10 @@ from rolltap.trainer.checks.trial import TaskCheck as TaskCheck
 from rolltap.trainer.checks.trial import Weakness as Weakness
 from rolltap.trainer.rollouts.config import Budget as Budget
 from rolltap.trainer.rollouts.config import RolloutConfig as RolloutConfig
-from rolltap.trainer.runs.edit import LeftBehind as LeftBehind
 from rolltap.trainer.runs.edit import SplitBy as SplitBy
 from rolltap.trainer.runs.exports import ExportFormat as ExportFormat
 from rolltap.trainer.runs.import_calls import ImportSummary as ImportSummary
+from rolltap.trainer.runs.merge import LeftBehind as LeftBehind
 from rolltap.trainer.runs.verify import Finding as Finding
 from rolltap.trainer.runs.verify import Verification as Verification
 from rolltap.trainer.runs.views.check import CheckReport as CheckReport

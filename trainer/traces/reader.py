@@ -10,7 +10,7 @@ also while the run is being recorded. Each reads a commit once.
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -286,7 +286,7 @@ class SessionRows:
 
 
 def rebuild_calls(
-    run: Path, session_id: str, batches: Iterator[pa.RecordBatch], *, check_digests: bool = True
+    run: Path, session_id: str, batches: Iterable[pa.RecordBatch], *, check_digests: bool = True
 ) -> list[Call]:
     """Return the calls of one session from its rows, each with its full prompt, as they started.
 

@@ -22,7 +22,7 @@ from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import nodes_started, processes_started
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.names import counted
-from rolltap.trainer.runs.edit import require_other_content
+from rolltap.trainer.runs.merge import require_other_content
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import SessionReader, load_sessions

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.runs.edit import merge_runs
 from rolltap.trainer.runs.import_calls import import_calls
+from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session

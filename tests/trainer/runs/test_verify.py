@@ -20,7 +20,7 @@ from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import BATCH_ROWS, SegmentReader
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli.main import rolltap
-from rolltap.trainer.runs.edit import merge_runs
+from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.verify import MOST_MISSING, check_session_rows, verify_run
 from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.reader import RecordedCalls

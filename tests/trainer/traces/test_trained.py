@@ -11,7 +11,8 @@ from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, run_files
-from rolltap.trainer.runs.edit import filter_run, merge_runs
+from rolltap.trainer.runs.edit import filter_run
+from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.ledger import Ledger, TokenSpan
 from rolltap.trainer.traces.reader import RecordedSession
