@@ -115,6 +115,7 @@ class Fleet:
         own = self.cluster.own_node()
         name = f"{self._name}-writer"
         self._writer = self.cluster.start_actor(Writer, own, str(self._run), name=name)
+        await self.write("open")
         for part in PARTS:
             await self.write("end_interrupted", part)
         failures = await asyncio.gather(*map(self.join, self.cluster.nodes()))

@@ -4,6 +4,7 @@ They are read on the node as they are committed, and written by an actor beside 
 tokens do not pass through the driver.
 """
 
+import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter, batch_rows
 from rolltap.trainer.judges.archive import SUFFIX
 from rolltap.trainer.nodes.messages import Package, recorded
+from rolltap.trainer.rollouts.mitmdump import share_recorders_lock
 from rolltap.trainer.rollouts.resume import interrupted_session, interrupted_sessions
 
 LOG_BYTES = 64 * 1024
@@ -134,6 +136,17 @@ class Writer:
         self._ended: defaultdict[str, dict[str, Session]] = defaultdict(dict)
         """Node -> session whose end was not told -> its row."""
         self._lost = ""
+        self._lock: int | None = None
+        """Descriptor of the lock for which the next start waits."""
+
+    @recorded
+    async def open(self) -> None:
+        """Keep the next start waiting until this process has ended, or `close`.
+
+        What is asked afterwards may be in work when the driver is killed.
+        """
+        self._run.mkdir(parents=True, exist_ok=True)
+        self._lock = share_recorders_lock(self._run)
 
     @recorded
     async def end_interrupted(self, part: str) -> None:
@@ -187,6 +200,9 @@ class Writer:
         """Close the run's files."""
         for writer in self._writers.values():
             writer.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _append(self, package: Package, node: str) -> None:
         run = self._run / package.part

@@ -1,6 +1,7 @@
 """One mitmdump process with the addons, the lock of a run folder, and the folder for what is needed
 while it runs."""
 
+import fcntl
 import json
 import logging
 import os
@@ -227,14 +228,27 @@ def _without_recorders(run: Path, stopped: Callable[[], bool]) -> Iterator[int]:
     while True:
         with locked(run / RECORDERS_FILE, os.O_RDWR | os.O_CREAT) as held:
             if held is not None:
+                fcntl.flock(held, fcntl.LOCK_SH)  # `share_recorders_lock`
                 yield held
                 return
         if stopped() or time.monotonic() >= until:
-            raise RunError(f"{what}: start again when its mitmdump has ended, or kill that")
+            program = "its mitmdump has ended (with --ray, also its actor Writer)"
+            raise RunError(f"{what}: start again when {program}, or kill that")
         if not waits:
             logger.warning("%s: waiting for its end, at most %g s", what, LEFT_SECONDS)
             waits = True
         time.sleep(_PAUSE_SECONDS)
+
+
+def share_recorders_lock(run: Path) -> int:
+    """Let the next start wait for this process, as for a recorder, until the result is closed.
+
+    The result is a descriptor. The process that has `rollout_lock` waits for this meanwhile. Raises
+    `OSError`.
+    """
+    descriptor = os.open(run / RECORDERS_FILE, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 _PREFIX = "rolltap-work-"

@@ -8,6 +8,7 @@ from rolltap.addons.errors import InputError, RunError
 from rolltap.trainer.nodes import fleet as fleet_module
 from rolltap.trainer.nodes.facts import Examined
 from rolltap.trainer.nodes.fleet import deal
+from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.node import NodeLostError
 from rolltap.trainer.tasks.task import Task
 from tests.factories import write_run
@@ -71,6 +72,17 @@ async def test_a_join_that_is_stopped_leaves_no_member(run, monkeypatch):
     await asyncio.wait([joining])
     assert fleet.members.keys() == {"a"}
     await fleet.close()
+
+
+async def test_a_start_waits_for_the_writer_of_a_killed_driver(run, monkeypatch):
+    fleet = local_fleet(run, monkeypatch)
+    with rollout_lock(run):  # of the driver, which is killed while its writer appends
+        await fleet.open()
+    with pytest.raises(RunError, match="still records into"), rollout_lock(run, lambda: True):
+        pass
+    await fleet.close()
+    with rollout_lock(run):
+        pass
 
 
 async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run, monkeypatch):
