@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.container import LABEL, ContainerRuntime, system_root
+from rolltap.trainer.boxes.engines.container import LABEL, ContainerRuntime, system_root
 from rolltap.trainer.boxes.runtime import BoxSpec, scratch_folder
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 

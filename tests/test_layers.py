@@ -22,7 +22,8 @@ LAYERS = [
     ],
     ["addons.recorder", "trainer.runs.views", "trainer.training.step"],
     ["addons.proxy", "trainer.boxes"],
-    ["addons", "trainer.judges", "trainer.viewer"],
+    ["trainer.boxes.engines", "trainer.boxes.remote"],
+    ["addons", "trainer.boxes.choose", "trainer.judges", "trainer.viewer"],
     ["trainer.rollouts"],
     ["trainer.nodes", "trainer.reruns", "trainer.service"],
     ["trainer.doctor", "trainer.checks", "trainer.training"],
@@ -32,13 +33,14 @@ LAYERS = [
     ["__main__"],
 ]
 """Layers of folders from the lowest to the highest. A folder imports folders of lower layers and no
-other of its own. `addons` and `trainer` are the files directly in these folders, without `LEAVES`.
+other of its own. The files directly in a folder are in its layer, but for `LEAVES`.
 The packages of one API belong to `addons.dialects`."""
 LEAVES = {
     ROOT / "addons" / f"{name}.py": f"addons.{name}"
     for name in ("errors", "concurrency", "hosts", "options", "secret", "recorder")
 }
-"""Files of `addons` that other folders import."""
+LEAVES[ROOT / "trainer" / "boxes" / "choose.py"] = "trainer.boxes.choose"
+"""Files with a layer of their own."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 
 

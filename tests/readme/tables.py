@@ -49,7 +49,7 @@ SKIPPED = {
         "needs Docker and an image"
     ),
     "ssh me@cpu.example.com 'python3 -m venv boxes && boxes/bin/pip install psutil pydantic'": (
-        "needs another machine; tests/trainer/boxes/test_ssh.py has an sshd"
+        "needs another machine; tests/trainer/boxes/remote/test_ssh.py has an sshd"
     ),
     "pip install '.[record,otel]'": "needs a collector; tests/trainer/test_phases.py has one",
     "python3.12 -m venv harbor && harbor/bin/pip install 'harbor[daytona]==0.25.0'": (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.boxes.container import ContainerRuntime, system_root
+from rolltap.trainer.boxes.engines.container import ContainerRuntime, system_root
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, remove_folder, scratch_folder
 from rolltap.trainer.boxes.sandbox import SandboxRuntime

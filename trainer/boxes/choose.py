@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.apptainer import ApptainerRuntime
-from rolltap.trainer.boxes.container import ContainerRuntime
+from rolltap.trainer.boxes.engines.apptainer import ApptainerRuntime
+from rolltap.trainer.boxes.engines.container import ContainerRuntime
 from rolltap.trainer.boxes.harbor import HarborRuntime, read_environment
 from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.remote.ssh import Machine, SshImageRuntime, SshRuntime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
-from rolltap.trainer.boxes.ssh import Machine, SshImageRuntime, SshRuntime
 
 
 def make_runtime(

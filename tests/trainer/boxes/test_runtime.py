@@ -7,7 +7,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes import runtime
-from rolltap.trainer.boxes.container import ContainerRuntime
+from rolltap.trainer.boxes.engines.container import ContainerRuntime
 from rolltap.trainer.boxes.runtime import (
     HidingRuntime,
     layered,

@@ -41,7 +41,7 @@ from rolltap.trainer.boxes.inside.frames import STARTED, Connection, LostError, 
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason, scratch_folder
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_blocking, wait_for_end
 
-_BOOT = Path(__file__).with_name("inside") / "boot.py"
+_BOOT = Path(__file__).parents[1] / "inside" / "boot.py"
 _FILES = (
     "addons/*.py",
     "trainer/*.py",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engine_box import KEEPER, Engine, EngineBox, call, mount_options
+from rolltap.trainer.boxes.engines.box import KEEPER, Engine, EngineBox, call, mount_options
 from rolltap.trainer.boxes.inside.seccomp_filter import without_namespaces
 from rolltap.trainer.boxes.runtime import BoxSpec, HidingRuntime, Mount, require_narrow
 from rolltap.trainer.tasks.task import Build, Limits
@@ -424,7 +424,7 @@ class ContainerRuntime(HidingRuntime):
     async def build(self, image: str, build: Build, log: Path) -> None:
         """Build an image, unless it is there. See `build_image`."""
         # a machine that only has boxes builds none, and lacks what this imports
-        from rolltap.trainer.boxes.build import build_image
+        from rolltap.trainer.boxes.engines.build import build_image
 
         await build_image((await asyncio.to_thread(self._engine)).command, image, build, log)
 

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes import ssh
 from rolltap.trainer.boxes.agent import __main__ as agent
 from rolltap.trainer.boxes.agent.__main__ import PREFIX
-from rolltap.trainer.boxes.container import root_folder_digest
+from rolltap.trainer.boxes.engines.container import root_folder_digest
 from rolltap.trainer.boxes.inside import frames
+from rolltap.trainer.boxes.remote import ssh
+from rolltap.trainer.boxes.remote.ssh import SshBox
 from rolltap.trainer.boxes.runtime import Ended, Mount
-from rolltap.trainer.boxes.ssh import SshBox
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks.task import Limits
 from tests.boxes import (
@@ -358,7 +358,7 @@ import asyncio, os, psutil, signal, sys
 from pathlib import Path
 from tests.boxes import spec_in
 from tests.machines import SshMachine
-from tests.trainer.boxes.test_ssh import started
+from tests.trainer.boxes.remote.test_ssh import started
 folder = Path(sys.argv[1])
 async def main():
     machine = SshMachine(folder / "machine")
@@ -372,7 +372,7 @@ asyncio.run(main())
 
 
 def test_everything_ends_on_the_machine_when_rolltap_is_killed(tmp_path):
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, tmp_path], cwd=root, stdout=subprocess.PIPE, text=True
     )

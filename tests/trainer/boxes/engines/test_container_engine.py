@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes import container
-from rolltap.trainer.boxes.container import ContainerEngine, find_engine, root_folder_digest
-from rolltap.trainer.boxes.engine_box import call
+from rolltap.trainer.boxes.engines import container
+from rolltap.trainer.boxes.engines.box import call
+from rolltap.trainer.boxes.engines.container import ContainerEngine, find_engine, root_folder_digest
 from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes import container
-from rolltap.trainer.boxes.engine_box import Engine, EngineBox, call, mount_options
+from rolltap.trainer.boxes.engines import container
+from rolltap.trainer.boxes.engines.box import Engine, EngineBox, call, mount_options
 from rolltap.trainer.boxes.runtime import BoxSpec, HidingRuntime, Mount
 from rolltap.trainer.tasks.task import Limits
 

@@ -1,0 +1,1 @@
+"""Boxes that a container engine makes: Podman, Docker, Apptainer."""

@@ -1,0 +1,1 @@
+"""Boxes on a machine that this user reaches by ssh."""
