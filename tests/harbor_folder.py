@@ -22,12 +22,14 @@ class FolderEnvironment(BaseEnvironment):
     processes.
 
     With `restricts` it says that it restricts the network, and `policy.json` has the policy. With
-    `fails` it does not start, and says so.
+    `fails` it does not start, and says so. With `sends` each download is what this script of bash
+    writes to the file `$1`; as with Harbor's Docker, it goes on when the download is cancelled.
     """
 
-    def __init__(self, *args, folder, restricts=False, fails="", **kwargs):
+    def __init__(self, *args, folder, restricts=False, fails="", sends="", **kwargs):
         self._restricts = restricts
         self._fails = fails
+        self._sends = sends
         super().__init__(*args, **kwargs)
         self._root = Path(folder) / self.session_id
 
@@ -94,6 +96,11 @@ class FolderEnvironment(BaseEnvironment):
         shutil.copy(source_path, self._root / target_path.lstrip("/"))
 
     async def download_file(self, source_path, target_path):
+        if self._sends:
+            command = ["bash", "-c", self._sends, "bash", target_path]
+            process = await asyncio.create_subprocess_exec(*command)
+            await process.communicate()
+            return
         shutil.copy(self._root / source_path.lstrip("/"), target_path)
 
     async def upload_dir(self, source_dir, target_dir):

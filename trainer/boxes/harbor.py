@@ -12,23 +12,19 @@ boxes that are open, and stops them when this process ends.
 
 import asyncio
 import errno
-import filecmp
 import gzip
 import json
 import logging
 import math
-import os
 import re
 import secrets
-import shutil
 import signal
-import stat
 import tempfile
 import threading
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
@@ -37,7 +33,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.inside import archive, harbor_program
 from rolltap.trainer.boxes.inside.harbor_process import VERSION, Harbor
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended, remove_folder
-from rolltap.trainer.boxes.supervised import LOG_BYTES
+from rolltap.trainer.boxes.supervised import LOG_BYTES, made
 from rolltap.trainer.concurrency import in_folder_thread, run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.tasks.box_paths import HOME
 from rolltap.trainer.tasks.task import Build
@@ -46,13 +42,14 @@ logger = logging.getLogger(__name__)
 
 _TRANSFER_SECONDS = 600
 """Time to pack or unpack what goes over, beside what a program takes."""
-_NO_LIMIT = 1 << 60
 _TAKEN_BYTES = 80 << 20
 """Most bytes of an output or a verdict. A box that keeps to its script sends less."""
+_SAID_CHARACTERS = 500
+_GIB = 1 << 30
 
 
 class HarborBox:
-    """An environment of Harbor as a box. `name` is the environment's."""
+    """An environment of Harbor as a box. `spec.name` is the environment's name."""
 
     def __init__(self, runtime: "HarborRuntime", spec: BoxSpec, folder: Path) -> None:
         self.workdir = spec.workdir
@@ -60,26 +57,36 @@ class HarborBox:
         self.proxy = None if spec.proxy is None else runtime.recorder_address
         self._runtime = runtime
         self._spec = spec
-        self._folder = folder
         self._definition = runtime.definition(spec)
+        self._script = folder / "script"
+        self._packed = folder / "packed"
+        """The archive that goes there, or came back."""
         self._back = folder / "back"
+        """The files of the archive that came back."""
         self._pipes: list[tuple[Path, str]] = []
-        self._limit = round((spec.limits.of_isolated().disk_gib or 0) * 2**30)
+        """Pipes of this machine, and their paths in the box."""
+        disk_gib = spec.limits.of_isolated().disk_gib
+        assert disk_gib is not None
+        self._most_bytes = round(disk_gib * _GIB)
+        """Most bytes of the archive that comes back, and of its files."""
 
     async def start(self) -> None:
-        """Start the environment, and take the files there. Raises `OSError` and `InputError`."""
-        spec = self._spec
+        """Start the environment. Raises `OSError`, and `InputError` when it never will start."""
         await self._send("start", **self._definition)
+
+    async def fill(self) -> None:
+        """Take the files to the environment. Raises `OSError`."""
+        spec = self._spec
         parts = {self.workdir: spec.workspace, self.home: spec.home}
-        parts |= {str(file): file for file in self._runtime.shown}
+        for file in self._runtime.shown:
+            parts[str(file)] = file
         for mount in spec.mounts:
-            if stat.S_ISFIFO(mount.source.stat().st_mode):
+            if mount.source.is_fifo():
                 self._pipes.append((mount.source, mount.target))
-            elif not mount.source.is_relative_to(spec.workspace):  # it is there already
+            elif spec.in_workspace(mount) is None:  # else it is there already
                 parts[mount.target] = mount.source
-        packed = self._folder / "packed"
-        await in_folder_thread(_pack, packed, parts)
-        await self._call("upload_file", source_path=str(packed), target_path=harbor_program.TO_BOX)
+        await in_folder_thread(_pack, self._packed, parts)
+        await self._upload(self._packed, harbor_program.TO_BOX)
         await self._execute(harbor_program.UNPACK, _TRANSFER_SECONDS)
 
     async def run(
@@ -92,35 +99,34 @@ class HarborBox:
     ) -> Ended:
         """Run a program: see `Box.run`. It is started by the box's `sh`, and timed there."""
         token = secrets.token_hex(16)
-        script = self._folder / "script"
-        script.write_text(
-            harbor_program.run_script(
-                token,
-                command,
-                env=env,
-                timeout=timeout,
-                workdir=self.workdir,
-                pipes=[target for _, target in self._pipes],
-                log_bytes=LOG_BYTES,
-            )
+        script = harbor_program.run_script(
+            token,
+            command,
+            env=env,
+            timeout=timeout,
+            workdir=self.workdir,
+            pipes=[target for _, target in self._pipes],
+            log_bytes=LOG_BYTES,
+            most_bytes=self._most_bytes,
         )
+        self._script.write_text(script)
         # no argument has it: Harbor logs command lines, and other users see them
         place = f"{harbor_program.FOLDER}.{token}"
-        await self._call("upload_file", source_path=str(script), target_path=place)
+        await self._upload(self._script, place)
         seconds = timeout + harbor_program.GRACE_SECONDS + _TRANSFER_SECONDS
         said = await self._execute(f"sh {place}", seconds)
         found = re.search(rf"{token} ([0-9]{{1,3}}) (ended|timeout|absent)\b", said)
         if found is None:
-            last = said.strip()[-500:]
+            last = said.strip()[-_SAID_CHARACTERS:]
             raise OSError(f"the environment of {self._spec.name} ran no program: {last}")
         status = int(found[1])
         how = found[2]
         if how == "absent":
             why = "there is no such program in the environment"
             raise FileNotFoundError(errno.ENOENT, why, command[0])
-        whole = await self._bring(self._spec.workspace, self._limit)
-        await in_folder_thread(self._take, log)
-        if not whole:
+        is_whole = await self._bring(self._spec.workspace)
+        await in_folder_thread(self._take_output, log)
+        if not is_whole:
             return Ended(None, "disk")
         if how == "timeout":
             return Ended(None, "timeout")
@@ -143,61 +149,58 @@ class HarborBox:
             logger.warning("the environment %s could not be stopped: %s", self._spec.name, error)
 
     async def copy_out(self, dest: Path) -> None:
-        """Copy what the workspace's folder has in the image into `dest`.
-
-        Raises `OSError` when it is not there.
-        """
-        await self._send("start", **self._definition)
+        """Copy the workspace of the image into `dest`. Raises `OSError`."""
         await self._execute(harbor_program.pack_command(self.workdir), _TRANSFER_SECONDS)
         dest.mkdir(parents=True, exist_ok=True)
-        await self._bring(dest, _NO_LIMIT)
+        if not await self._bring(dest):
+            raise OSError(
+                f"it has more than {self._most_bytes / _GIB:g} GiB, or files that cannot be copied"
+            )
 
-    async def make(self) -> None:
-        """Start the environment without files. Raises as `start`."""
-        await self._send("start", **self._definition)
-
-    async def _bring(self, workspace: Path, limit: int) -> bool:
+    async def _bring(self, workspace: Path) -> bool:
         """Make the folder `workspace` what the archive in the box says of it.
 
         Return False if it is too much or bad.
         """
-        packed = self._folder / "packed"
-        source = harbor_program.FROM_BOX
-        await self._call("download_file", source_path=source, target_path=str(packed))
-        back = self._back
-        await in_folder_thread(remove_folder, back)
-        back.mkdir()
-        whole = await in_folder_thread(_unpack, packed, back, limit)
-        new = _folder_in(back, self.workdir)
+        await in_folder_thread(remove_folder, self._packed)
+        await in_folder_thread(remove_folder, self._back)
+        self._back.mkdir()
+        answer = await self._send(
+            "download",
+            source=harbor_program.FROM_BOX,
+            target=str(self._packed),
+            limit=self._most_bytes,
+        )
+        is_whole = await in_folder_thread(_unpack, self._packed, self._back, self._most_bytes)
+        new = _folder_in(self._back, self.workdir)
         if new is None:
             return False
         try:
-            await in_folder_thread(take_changes, new, workspace)
+            await in_folder_thread(archive.take_changes, new, workspace)
         except archive.TooMuchError:
             return False
-        return whole
+        return is_whole and bool(answer["whole"])
 
-    def _take(self, log: Path) -> None:
+    def _take_output(self, log: Path) -> None:
         """Take the output and the verdicts that came back."""
-        ours = _folder_in(self._back, harbor_program.FOLDER)
-        log.write_bytes(_content(ours, harbor_program.LOG))
+        folder = _folder_in(self._back, harbor_program.FOLDER)
+        log.write_bytes(_content(folder, harbor_program.LOG))
         for number, (pipe, _) in enumerate(self._pipes):
-            content = _content(ours, harbor_program.verdict(number))
+            content = _content(folder, harbor_program.verdict(number))
             archive.write_pipe(pipe, content, opened=1 if content else 0)
 
     async def _execute(self, command: str, seconds: float) -> str:
-        """Run a command of ours. Return its output. Raises `OSError` when it fails."""
-        arguments = {"command": command, "timeout_sec": math.ceil(seconds), "user": "root"}
-        done = await self._call("exec", **arguments)
-        said = (done.get("stdout") or "") + (done.get("stderr") or "")
-        if done["return_code"]:
-            why = said.strip()[-500:]
-            how = f"status {done['return_code']} in {self._spec.name}"
+        """Run a command of ours. Return the end of its output. Raises `OSError` when it fails."""
+        done = await self._send("execute", command=command, seconds=math.ceil(seconds))
+        said = str(done["said"])
+        if done["status"]:
+            how = f"status {done['status']} in {self._spec.name}"
+            why = said.strip()[-_SAID_CHARACTERS:]
             raise OSError(f"`{command}` ends with {how}: {why}")
         return said
 
-    async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        return await self._send("call", method=method, arguments=arguments)
+    async def _upload(self, source: Path, target: str) -> None:
+        await self._send("upload", source=str(source), target=target)
 
     async def _send(self, operation: str, **fields: Any) -> dict[str, Any]:
         sent = self._runtime.send(operation, box=self._spec.name, **fields)
@@ -231,34 +234,41 @@ class HarborRuntime:
     ) -> None:
         self.builds = builds
         self.recorder_address = recorder_address
+        self.shown = [*tools]
+        self.warning: str | None = None
+        self.process: Harbor | None = None
+        self._python = python
+        self._environment = dict(environment)
         self._allowed: list[str] = []
         """The recorder's host."""
         if recorder_address is not None:
             place = urlsplit(f"//{recorder_address.rpartition('://')[2]}")
             self._allowed.append(str(place.hostname))
-        self.shown = [*tools]
-        self.warning: str | None = None
-        self._python = python
-        self._environment = dict(environment)
         self._lock = threading.Lock()
         self._users = 0
-        self.process: Harbor | None = None
+        """Those who need the process."""
         self._restricts: bool | None = None
+        """True if Harbor can restrict the network of boxes; None before it was asked."""
         self._builds: dict[str, Path] = {}
+        """The folders of Dockerfiles by their images."""
 
     def show(self, program: str, files: Iterable[Path] = ()) -> None:
         """See `Runtime.show`. The program is the image's own."""
-        self.shown += [file for file in files if file not in self.shown]
+        for file in files:
+            if file not in self.shown:
+                self.shown.append(file)
 
     def check(self) -> None:
         """Raise `InputError` without Harbor, and for an environment that Harbor does not have or
         cannot use."""
-        with self._open():
+        self._enter()
+        try:
             checking = self.send("check", environment=self._environment, allowed=self._allowed)
-            try:
-                answer = checking.result()
-            except OSError as error:
-                raise InputError(str(error)) from error
+            answer = checking.result()
+        except OSError as error:
+            raise InputError(str(error)) from error
+        finally:
+            self._leave()
         if not str(answer["version"]).startswith(f"{VERSION}."):
             raise InputError(
                 f"{self._python} has Harbor {answer['version']}, and rolltap knows the interface of"
@@ -278,23 +288,22 @@ class HarborRuntime:
 
         Raises `OSError` when it does not start, and `InputError` when it never will.
         """
-        async with self._made(spec) as box:
-            await box.start()
+        async with self._started(spec) as box:
+            await box.fill()
             yield box
 
     @asynccontextmanager
-    async def _made(self, spec: BoxSpec) -> AsyncIterator[HarborBox]:
+    async def _started(self, spec: BoxSpec) -> AsyncIterator[HarborBox]:
+        """Yield an environment without files of this machine."""
         if self._restricts is None:
             await run_to_end(self.check)
-        async with AsyncExitStack() as stack:
-            opened = ExitStack()
-            opened.enter_context(self._open())
-            stack.push_async_callback(run_to_end, opened.close)  # it may wait for Harbor's process
-            folder = Path(tempfile.mkdtemp(prefix="rolltap-"))
-            stack.push_async_callback(run_to_end, remove_folder, folder)
+        async with made(self._enter, self._leave), made(_new_folder, remove_folder) as folder:
             box = HarborBox(self, spec, folder)
-            stack.push_async_callback(box.stop)
-            yield box
+            try:
+                await box.start()
+                yield box
+            finally:
+                await box.stop()
 
     async def build(self, image: str, build: Build, log: Path) -> None:
         """Let an environment build the folder of a Dockerfile once. Later boxes of `image` are of
@@ -303,12 +312,9 @@ class HarborRuntime:
         Raises `InputError` when it cannot be built in time.
         """
         self._builds[image] = build.folder
-        empty = log.parent
-        name = f"rolltap-{secrets.token_hex(4)}"
-        spec = BoxSpec(name=name, workspace=empty, workdir="/", home=empty, image=image)
         try:
-            async with asyncio.timeout(build.timeout), self._made(spec) as box:
-                await box.make()
+            async with asyncio.timeout(build.timeout), self._started(_bare(image, "/", log.parent)):
+                pass
         except (OSError, TimeoutError) as error:
             raise InputError(f"its image cannot be built: {error}") from error
 
@@ -321,16 +327,9 @@ class HarborRuntime:
 
         Raises `InputError` without it.
         """
-        spec = BoxSpec(
-            name=f"rolltap-{secrets.token_hex(4)}",
-            workspace=dest,
-            workdir=workdir,
-            home=dest,
-            image=image,
-        )
 
         async def copy() -> None:
-            async with self._made(spec) as box:
+            async with self._started(_bare(image, workdir, dest)) as box:
                 await box.copy_out(dest)
 
         try:
@@ -349,14 +348,18 @@ class HarborRuntime:
             limits["memory_mb"] = round(spec.limits.memory_gib * 1024)
         if spec.limits.disk_gib is not None:
             limits["storage_mb"] = round(spec.limits.disk_gib * 1024)
-        folder = self._builds.get(str(spec.image))
         allowed = None
         if self._restricts:
             allowed = [] if spec.proxy is None else self._allowed
+        image = spec.image
+        folder = None
+        if image in self._builds:
+            folder = str(self._builds[image])
+            image = None
         return {
             "environment": self._environment,
-            "image": spec.image if folder is None else None,
-            "definition": None if folder is None else str(folder),
+            "image": image,
+            "definition": folder,
             "allowed": allowed,
             "limits": limits,
         }
@@ -367,27 +370,26 @@ class HarborRuntime:
         Blocks while it starts.
         """
         with self._lock:
-            if self.process is None or self.process.ended:
-                if self.process is not None:
-                    self.process.close()
+            if self.process is not None and self.process.ended:
+                self.process.close()
+                self.process = None
+            if self.process is None:
                 self.process = Harbor(self._python)
             return self.process.send(operation, **fields)
 
-    @contextmanager
-    def _open(self) -> Iterator[None]:
+    def _enter(self) -> None:
         """Keep the process until the last one who needs it has left."""
         with self._lock:
             self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                last = self.process if not self._users else None
-                if last is not None:
-                    self.process = None
-            if last is not None:
-                last.close()
+
+    def _leave(self, _: None = None) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users or self.process is None:
+                return
+            process = self.process
+            self.process = None
+        process.close()
 
 
 def read_environment(text: str) -> dict[str, Any]:
@@ -409,6 +411,16 @@ def read_environment(text: str) -> dict[str, Any]:
     return keys
 
 
+def _bare(image: str, workdir: str, folder: Path) -> BoxSpec:
+    """Return a box of an image, which gets no files."""
+    name = f"rolltap-{secrets.token_hex(4)}"
+    return BoxSpec(name=name, workspace=folder, workdir=workdir, home=folder, image=image)
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="rolltap-"))
+
+
 def _pack(file: Path, parts: Mapping[str, Path]) -> None:
     with gzip.open(file, "wb", compresslevel=1) as packed:
         archive.pack(cast(IO[bytes], packed), parts)
@@ -416,44 +428,13 @@ def _pack(file: Path, parts: Mapping[str, Path]) -> None:
 
 def _unpack(file: Path, folder: Path, limit: int) -> bool:
     """Unpack a compressed archive. Return False if something was left out: see `archive.unpack`."""
+    if not _is_file(file):
+        return False
     try:
         with gzip.open(file) as packed:
             return archive.unpack(cast(IO[bytes], packed), folder, limit)
     except (gzip.BadGzipFile, EOFError, zlib.error):
         return False
-
-
-def take_changes(new: Path, folder: Path) -> None:
-    """Make a folder what another one is, and touch nothing in it that is the same. The other one is
-    used up.
-
-    Nobody else may write to them meanwhile. Raises `TooMuchError` and `OSError`.
-    """
-    wanted = archive.stamps(new)
-    for path, (_, _, _, mode) in wanted.items():  # folders before what is in them
-        source = new / path
-        target = folder / path
-        if not stat.S_ISDIR(mode):
-            if not _is_same(source, target):
-                archive.delete(folder, [path])
-                shutil.move(source, target)
-            continue
-        if target.is_symlink() or not target.is_dir():
-            archive.delete(folder, [path])
-            target.mkdir()
-        target.chmod(stat.S_IMODE(mode))
-    archive.delete(folder, [path for path in archive.stamps(folder) if path not in wanted])
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    if not os.path.lexists(other):
-        return False
-    modes = [path.lstat().st_mode for path in (one, other)]
-    if modes[0] != modes[1]:
-        return False
-    if stat.S_ISLNK(modes[0]):
-        return one.readlink() == other.readlink()
-    return filecmp.cmp(one, other, shallow=False)
 
 
 def _folder_in(top: Path, path: str) -> Path | None:
@@ -470,8 +451,13 @@ def _folder_in(top: Path, path: str) -> Path | None:
 
 
 def _content(folder: Path | None, name: str) -> bytes:
-    """Return what a file has, up to a limit; nothing without the file. A link is none."""
-    if folder is None or (folder / name).is_symlink() or not (folder / name).is_file():
+    """Return what a file has, up to a limit; nothing without the file."""
+    if folder is None or not _is_file(folder / name):
         return b""
     with (folder / name).open("rb") as file:
         return file.read(_TAKEN_BYTES)
+
+
+def _is_file(path: Path) -> bool:
+    """Return True for a file. A link is none."""
+    return path.is_file() and not path.is_symlink()

@@ -6,12 +6,14 @@ of `tarfile` are not enough for this (CVE-2025-4517).
 """
 
 import contextlib
+import filecmp
 import os
 import shutil
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import IO, Self, cast
 
 MAX_ENTRIES = 1_000_000
@@ -173,6 +175,36 @@ def delete(folder: _PATH, paths: Iterable[str]) -> None:
                     _remove(parent, parts[-1])
     finally:
         os.close(root)
+
+
+def take_changes(new: Path, folder: Path) -> None:
+    """Make a folder what another one is, and touch nothing in it that is the same.
+
+    The other one is used up. Nobody else may write to them meanwhile. Raises `TooMuchError` and
+    `OSError`.
+    """
+    wanted = stamps(new)
+    for path, (_, _, _, mode) in wanted.items():  # folders before what is in them
+        source = new / path
+        target = folder / path
+        if not stat.S_ISDIR(mode):
+            if not _is_same(source, target):
+                delete(folder, [path])
+                shutil.move(source, target)
+            continue
+        if target.is_symlink() or not target.is_dir():
+            delete(folder, [path])
+            target.mkdir()
+        target.chmod(stat.S_IMODE(mode))
+    delete(folder, stamps(folder).keys() - wanted.keys())
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    if not os.path.lexists(other) or one.lstat().st_mode != other.lstat().st_mode:
+        return False
+    if one.is_symlink():
+        return one.readlink() == other.readlink()
+    return filecmp.cmp(one, other, shallow=False)
 
 
 def write_pipe(path: _PATH, content: bytes, opened: int) -> None:

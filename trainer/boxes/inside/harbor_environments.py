@@ -7,23 +7,26 @@ stdin is a request, a JSON object with `id` and `op`; each line of stdout is an 
 `id`. Requests run at the same time. An answer has `error` when the request failed, and `permanent`
 when it would fail again.
 
-    check    environment, allowed          -> version, restricts
-    start    box, environment, ...         -> {}                  see `Environments.start`
-    call     box, method, arguments        -> what the environment's method returned
-    stop     box, environment, ...         -> {}                  also of another process
+    check      environment, allowed            -> version, restricts
+    start      box, environment, ...           -> {}             see `Environments.start`
+    execute    box, command, seconds           -> status, said
+    upload     box, source, target             -> {}
+    download   box, source, target, limit      -> whole
+    stop       box, environment, ...           -> {}             also of another process
 
 Environments are stopped at the end of stdin, so they end when rolltap does, also by kill -9.
 """
 
 import asyncio
 import contextlib
+import glob
 import json
 import logging
 import os
 import shutil
 import signal
+import stat
 import sys
-from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,10 +38,11 @@ from harbor.models.trial.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 from pydantic import ValidationError
 
-METHODS = ("exec", "upload_file", "download_file")
 LINE_BYTES = 16 << 20
 SAID_CHARACTERS = 64 << 10
-"""Most characters of a stream of a command that an answer has, of its end. A box may say more."""
+"""Most characters of the output of a command that an answer has, of its end. A box may say more."""
+_LOOK_SECONDS = 0.1
+"""Time between two looks at the size of a download."""
 _STOP_SECONDS = 100.0
 """Time in which all environments stop when stdin has ended.
 
@@ -57,7 +61,8 @@ class Environments:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._started: dict[str, Any] = {}
-        self._running: dict[str, set[asyncio.Task[Fields]]] = {}
+        self._tasks: dict[str, set[asyncio.Task[Fields]]] = {}
+        """The requests of a box that are being answered."""
 
     async def check(self, environment: Fields, allowed: list[str]) -> Fields:
         """Return Harbor's version, and whether the environment can restrict a box's network to
@@ -83,23 +88,35 @@ class Environments:
         await made.start(force_build=_configured(definition["environment"]).force_build)
         return {}
 
-    async def call(self, box: str, method: str, arguments: Fields) -> Fields:
-        """Call one of `METHODS` of a box's environment. Return the fields of its result.
+    async def execute(self, box: str, command: str, seconds: int) -> Fields:
+        """Run a command as root. Return its status, and the end of its output."""
+        result = await self._running(box).exec(command, timeout_sec=seconds, user="root")
+        said = (result.stdout or "") + (result.stderr or "")
+        return {"status": result.return_code, "said": said[-SAID_CHARACTERS:]}
 
-        Of what a command says, this is the end: see `SAID_CHARACTERS`.
+    async def upload(self, box: str, source: str, target: str) -> Fields:
+        """Copy a file of this machine into a box."""
+        await self._running(box).upload_file(source, target)
+        return {}
+
+    async def download(self, box: str, source: str, target: str, limit: int) -> Fields:
+        """Copy a file of a box to this machine, where `target` has nothing yet.
+
+        Return whether it came as a whole. It is cut when it has more than `limit` bytes, and when
+        it is no file: the box may be hostile.
         """
-        if method not in METHODS:
-            raise ValueError(f"no method {method}")
-        if box not in self._started:
-            raise RuntimeError(f"the environment of {box} is not running")
-        result = await getattr(self._started[box], method)(**arguments)
-        if result is None:
-            return {}
-        fields = dict(result.model_dump())
-        for name in ("stdout", "stderr"):
-            if fields.get(name):
-                fields[name] = fields[name][-SAID_CHARACTERS:]
-        return fields
+        coming = asyncio.ensure_future(self._running(box).download_file(source, target))
+        try:
+            while not coming.done() and _fits(target, limit):
+                await asyncio.wait([coming], timeout=_LOOK_SECONDS)
+        finally:
+            if coming.cancel():
+                await asyncio.gather(coming, return_exceptions=True)
+                _kill_writers(target)
+        whole = _fits(target, limit)
+        if whole:
+            coming.result()
+        return {"whole": whole}
 
     async def stop(self, box: str, **definition: Any) -> Fields:
         """Stop and delete an environment, and end what runs in it.
@@ -107,7 +124,7 @@ class Environments:
         Of one that this process did not start, Harbor knows the name alone: Docker's and Podman's
         can be deleted by it.
         """
-        running = self._running.get(box, set()) - {asyncio.current_task()}
+        running = self._tasks.get(box, set()) - {asyncio.current_task()}
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -124,24 +141,19 @@ class Environments:
 
     async def answer(self, request: Fields) -> Fields:
         """Return the answer to a request."""
-        operation: dict[str, Callable[..., Awaitable[Fields]]] = {
-            "check": self.check,
-            "start": self.start,
-            "call": self.call,
-            "stop": self.stop,
-        }
         identity = request.pop("id")
         name = request.pop("op")
+        operation = getattr(self, name)
         task = asyncio.current_task()
-        of_box = self._running.setdefault(request.get("box", ""), set())
-        if task is not None:
-            of_box.add(task)
+        assert task is not None
+        tasks = self._tasks.setdefault(request.get("box", ""), set())
+        tasks.add(task)
         try:
-            return {"id": identity, **await operation[name](**request)}
+            return {"id": identity, **await operation(**request)}
         except (Exception, SystemExit) as error:  # Harbor exits for missing credentials
             lacks = isinstance(error, ValueError | ImportError | FileNotFoundError | SystemExit)
             # what a box that has started lacks, its programs may have removed
-            permanent = lacks and name != "call"
+            permanent = lacks and name in ("check", "start")
             text = str(error)
             if not isinstance(error, ValueError | SystemExit):  # their texts say enough
                 text = f"{type(error).__name__}: {text}"
@@ -149,7 +161,12 @@ class Environments:
         except asyncio.CancelledError:
             return {"id": identity, "error": "it was stopped", "permanent": False}
         finally:
-            of_box.discard(task)
+            tasks.discard(task)
+
+    def _running(self, box: str) -> Any:
+        if box not in self._started:
+            raise RuntimeError(f"the environment of {box} is not running")
+        return self._started[box]
 
     def _make(
         self,
@@ -207,6 +224,30 @@ def _configured(environment: Fields) -> EnvironmentConfig:
 async def _delete(made: Any) -> None:
     # podman-compose would delete the image, which other boxes have; containers are removed anyway
     await made.stop(delete=made.type() != "podman")
+
+
+def _fits(path: str, limit: int) -> bool:
+    """Return True if there is nothing at a path, or a file of at most so many bytes."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(status.st_mode) and status.st_size <= limit
+
+
+def _kill_writers(path: str) -> None:
+    """Kill the processes that have a file open, or what is in a folder.
+
+    Harbor's Docker and Podman start such processes, and leave them when they are cancelled.
+    """
+    folder, name = os.path.split(path)
+    place = os.path.join(os.path.realpath(folder), name)  # it may be a link of a hostile box
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+        pid = int(descriptor.split("/")[2])
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            opened = os.readlink(descriptor)
+            if pid != os.getpid() and f"{opened}/".startswith(f"{place}/"):
+                os.kill(pid, signal.SIGKILL)
 
 
 async def _lines() -> asyncio.StreamReader:

@@ -13,6 +13,7 @@ from rolltap.trainer.boxes.inside.archive import (
     pack,
     pack_changes,
     stamps,
+    take_changes,
     unpack,
     write_pipe,
 )
@@ -303,3 +304,27 @@ def test_a_pipe_gets_what_was_written_and_is_opened_as_often(tmp_path):
     with pytest.raises(BlockingIOError):
         os.read(reader, 100)
     os.close(reader)
+
+
+def test_what_comes_back_touches_nothing_that_is_the_same_and_follows_no_link(tmp_path):
+    here = tmp_path / "here"
+    new = tmp_path / "new"
+    outside = tmp_path / "outside"
+    for folder in (here, new, outside):
+        folder.mkdir()
+    for folder in (here, new):
+        (folder / "same").write_text("same")
+    before = (here / "same").stat()
+    (here / "link").symlink_to(outside)  # a folder there now
+    (new / "link").mkdir()
+    (new / "link" / "file").write_text("content")
+    (here / "folder").mkdir()
+    (new / "folder").symlink_to("/etc")
+    (here / "mode").touch(0o644)
+    (new / "mode").touch(0o755)
+    take_changes(new, here)
+    assert (here / "same").stat() == before
+    assert list(outside.iterdir()) == []
+    assert (here / "link" / "file").read_text() == "content"
+    assert os.readlink(here / "folder") == "/etc"
+    assert stat.S_IMODE((here / "mode").stat().st_mode) == 0o755
