@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.rows import printable
@@ -27,7 +26,6 @@ from rolltap.trainer.boxes.supervised import run_supervised
 from rolltap.trainer.judges.checkout import LAUNCH, Checkout
 from rolltap.trainer.judges.verdict import (
     Judged,
-    Reward,
     UnjudgedError,
     best_reward,
     parse_text,
@@ -43,64 +41,71 @@ _NOT_FOUND = re.compile(r"(?:^|\s)([\w.+-]+): (?:command )?not found\s*$")
 _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 
-async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
-    """Return the reward and the evidence. Raises `UnjudgedError`."""
-    command, env = spec.command, spec.env
+async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> Judged:
+    """Return the judgement. Raises `UnjudgedError`."""
+    command = spec.command
+    env = spec.env
     if not spec.by_status and not spec.reward_files:
-        command, env = (
-            _with_launcher(command, checkout),
-            {**env, "ROLLTAP_REWARD_FILE": checkout.pipe},
-        )
+        command = _with_launcher(command, checkout)
+        env = {**env, "ROLLTAP_REWARD_FILE": checkout.pipe}
     status = await checkout.run(command, env, spec.timeout)
-    ended = f"the judge ended with status {status}"
-    evidence: dict[str, Any] = {"exit_status": status}
     if not spec.reward_files:
-        by_status = read_status(spec, status, checkout.job.log, asked=checkout.job.task.instruction)
+        judged = read_status(spec, status, checkout.job.log, checkout.job.task.instruction)
         if spec.by_status:
-            return by_status, evidence
-    if not (written := checkout.verdict(ended, _MAX_REWARD_BYTES)):
-        raise UnjudgedError(
-            f"{ended} and wrote no reward to"
-            f" {' or '.join(spec.reward_files) or 'ROLLTAP_REWARD_FILE'}"
-        )
+            return judged
+    ended = f"the judge ended with status {status}"
+    written = checkout.verdict(ended, _MAX_REWARD_BYTES)
+    if not written:
+        places = " or ".join(spec.reward_files) or "ROLLTAP_REWARD_FILE"
+        raise UnjudgedError(f"{ended} and wrote no reward to {places}")
     reward, _, limits = written.decode(errors="replace").partition("\0")
-    evidence["limits"] = limits.split()
-    return parse_text(reward), evidence
+    judged = _read_reward(reward, spec).and_evidence(exit_status=status)
+    if limits:
+        lowered = [f"limits of the judge: {name}" for name in limits.split()]
+        judged = judged.and_evidence(rewritten=lowered)
+    return judged
+
+
+def _read_reward(text: str, spec: CommandJudge | PythonJudge) -> Judged:
+    """Return the judgement with the reward that a text is, within the judge's range."""
+    found = parse_text(text)
+    least, most = spec.range
+    if not least <= found.reward <= most:
+        raise UnjudgedError(
+            f"the reward {found.reward:g} is not in the judge's range {[least, most]}:"
+            " set its 'range'"
+        )
+    return found.judged()
 
 
 def _with_launcher(command: Sequence[str], checkout: Checkout) -> list[str]:
     """Return a command with the launcher, if it is a Python script, which has the channel to itself
     then."""
     options = list(takewhile(_PYTHON_OPTION.fullmatch, command[1:]))
-    program = command[1 + len(options) :]
-    if (
-        not _PYTHON.fullmatch(command[0])
-        or not program
-        or (program[0].startswith("-") and program[0] != "-m")
-    ):
+    script = command[1 + len(options) :]
+    is_script = script and (script[0] == "-m" or not script[0].startswith("-"))
+    if not is_script or not _PYTHON.fullmatch(command[0]):
         return [*command]
-    return [command[0], *options, f"{checkout.tools}/rolltap_launch.py", checkout.pipe, *program]
+    return [command[0], *options, f"{checkout.tools}/rolltap_launch.py", checkout.pipe, *script]
 
 
-def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") -> Reward:
-    """Return the reward by the exit status of a program whose output is in `log`. Raises
+def read_status(spec: CommandJudge, status: int, log: Path, asked: str = "") -> Judged:
+    """Return the judgement by the exit status of a program whose output is in `log`. Raises
     `UnjudgedError`.
 
     A status of 1 is no verdict when the last line says that a module is missing, unless the task,
     `asked`, names it.
     """
+    ended = f"the judge ended with status {status}"
     if status not in (0, 1):
         what = f": {spec.command[0]!r}, or a program in it, is not there" if status == 127 else ""
-        raise UnjudgedError(
-            f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its"
-            f" output is in {log.name}"
-        )
+        why = f"{ended}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
+        raise UnjudgedError(why, exit_status=status)
     if status == 1 and (module := missing_module(read_end(log), asked)):
-        raise UnjudgedError(
-            f"the judge ended with status 1 and without the module {module}: install it for the"
-            " judge"
-        )
-    return Reward(best_reward(spec) if status == 0 else worst_reward(spec), {})
+        why = f"{ended} and without the module {module}: install it for the judge"
+        raise UnjudgedError(why, exit_status=status)
+    reward = best_reward(spec) if status == 0 else worst_reward(spec)
+    return Judged(reward=reward, evidence={"exit_status": status})
 
 
 def missing_module(output: str, asked: str) -> str:
@@ -143,13 +148,14 @@ def quote_last_line(why: str, log: Path) -> str:
     return f"{why}; its last line: {last}" if last else why
 
 
-async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
-    """Return the reward and the evidence. Raises `UnjudgedError`.
+async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> Judged:
+    """Return the judgement. Raises `UnjudgedError`.
 
     The function runs in a supervised process outside of the box, with the user's rights and
     modules: it must not run the agent's code. Its environment has no keys of the user's.
     """
-    pipe, folder = str(checkout.channel.path), str(checkout.workspace)
+    pipe = str(checkout.channel.path)
+    folder = str(checkout.workspace)
     command = [sys.executable, "-BP", str(LAUNCH), pipe, "--function", spec.function, folder]
     env = {**clean_environment(checkout.out), **checkout.job.task.env, "PYTHONPATH": modules(spec)}
     log = checkout.job.log
@@ -161,7 +167,7 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
         how = f"ended by signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
         last = last_line(log) or "no output"
         raise UnjudgedError(f"the function {spec.function} gave no result ({how}): {last}")
-    return parse_text(checkout.channel.content.decode(errors="replace")), {}
+    return _read_reward(checkout.channel.content.decode(errors="replace"), spec)
 
 
 def modules(spec: PythonJudge) -> str:
@@ -174,21 +180,16 @@ def require_evaluator(command: str) -> None:
     """Raise `InputError` for a command that no shell reads, or whose program is not there. A path
     may be made later."""
     read = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True)
+    fault = read.stderr.strip() or "it is empty"
     if read.returncode or not command.strip():
-        raise InputError(
-            f"the evaluator {command!r} is no command of a shell:"
-            f" {read.stderr.strip() or 'it is empty'}"
-        )
+        raise InputError(f"the evaluator {command!r} is no command of a shell: {fault}")
     first = _FIRST_WORD.match(command)
-    if (
-        first
-        and subprocess.run(
-            ["sh", "-c", 'command -v "$0"', first[1]], stdout=subprocess.DEVNULL
-        ).returncode
-    ):
-        raise InputError(
-            f"the evaluator {command!r} needs {first[1]!r}, which is not on the PATH: install it"
-        )
+    if first is None:
+        return
+    find = ["sh", "-c", 'command -v "$0"', first[1]]
+    if subprocess.run(find, stdout=subprocess.DEVNULL).returncode:
+        needs = f"needs {first[1]!r}, which is not on the PATH: install it"
+        raise InputError(f"the evaluator {command!r} {needs}")
 
 
 def judge_here(command: str, log: Path) -> Judged:
@@ -198,17 +199,16 @@ def judge_here(command: str, log: Path) -> Judged:
     `CommandJudge`, and it has as much time. What it started ends with it.
     """
     spec = CommandJudge(command=[command])
-    evidence: dict[str, Any] = {"judge": "command", "log": log.name}
+    shell = ["sh", "-c", command]
     log.parent.mkdir(exist_ok=True)
     try:
-        run = run_supervised(
-            ["sh", "-c", command], cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log
-        )
+        run = run_supervised(shell, cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log)
         ended = asyncio.run(run)
         if ended.status is None:
             raise UnjudgedError(f"the evaluator took more than {spec.timeout:g} s")
-        evidence["exit_status"] = ended.status
-        verdict = read_status(spec, ended.status, log)
-    except (UnjudgedError, OSError) as error:
-        return Judged(unjudged=str(error), evidence=evidence)
-    return Judged(reward=verdict.reward, parts=verdict.parts, evidence=evidence)
+        judged = read_status(spec, ended.status, log)
+    except UnjudgedError as error:
+        judged = Judged.without(error)
+    except OSError as error:
+        judged = Judged(unjudged=str(error))
+    return judged.and_evidence(judge="command", log=log.name)

@@ -6,19 +6,20 @@ pytest's.
 
 import ast
 import contextlib
+import dataclasses
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from statistics import fmean
+from typing import Literal, NamedTuple, get_args
 from xml.parsers import expat
 
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.judges.checkout import Checkout
 from rolltap.trainer.judges.folders import read_file, scan, write_file
-from rolltap.trainer.judges.verdict import Reward, UnjudgedError
+from rolltap.trainer.judges.verdict import Judged, Skips, UnjudgedError
 from rolltap.trainer.tasks.content import TEST_FILES, matches
 from rolltap.trainer.tasks.task import PytestJudge
 
@@ -26,7 +27,13 @@ Outcome = Literal["passed", "skipped", "xfailed", "failed", "error"]
 """From the best to the worst. `error`: the test did not run, or its setup or teardown failed."""
 
 MAX_REPORT_BYTES = 64 << 20
-_RANK = ("passed", "skipped", "xfailed", "failed", "error")
+_MAX_TESTS = 500
+_MAX_NAME = 300
+_MAX_SKIPS = 50
+_RANK = get_args(Outcome)
+_PASSES = ("passed", "xfailed")
+_HOLDS = ("passed", "xfailed", "skipped")
+"""Outcomes of a test that has not ceased to pass. A test that was skipped has not begun to."""
 _ILLEGAL = re.compile("[^\t\n\r -~\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that pytest writes as `#x` and their number, because XML has none of them
 (`_pytest.junitxml`)."""
@@ -67,7 +74,6 @@ class _Reader:
     def __init__(self) -> None:
         self.outcomes: dict[Name, Outcome] = {}
         self._test: Name | None = None
-        self._outcome: Outcome = "passed"
 
     def doctype(self, *_: object) -> None:
         raise UnjudgedError("the report has a document type")
@@ -76,22 +82,24 @@ class _Reader:
         match tag:
             case "testcase":
                 self._test = Name(attributes.get("classname", ""), attributes.get("name", ""))
-                self._outcome = "passed"
+                self._note("passed")
             case "failure":
-                self._is("failed")
+                self._note("failed")
             case "error":
-                self._is("error")
+                self._note("error")
+            case "skipped" if attributes.get("type") == "pytest.xfail":
+                self._note("xfailed")
             case "skipped":
-                self._is("xfailed" if attributes.get("type") == "pytest.xfail" else "skipped")
+                self._note("skipped")
 
     def end(self, tag: str) -> None:
-        if tag == "testcase" and self._test is not None:
-            before = self.outcomes.get(self._test, "passed")
-            self.outcomes[self._test] = max(before, self._outcome, key=_RANK.index)
+        if tag == "testcase":
             self._test = None
 
-    def _is(self, outcome: Outcome) -> None:
-        self._outcome = max(self._outcome, outcome, key=_RANK.index)
+    def _note(self, outcome: Outcome) -> None:
+        if self._test is not None:
+            before = self.outcomes.get(self._test, "passed")
+            self.outcomes[self._test] = max(before, outcome, key=_RANK.index)
 
 
 def read_report(content: bytes) -> dict[Name, Outcome]:
@@ -120,70 +128,48 @@ def find_outcome(test: str, outcomes: Mapping[Name, Outcome]) -> Outcome | None:
     name = junit_name(test)
     if name in outcomes or name.name.count("[") <= name.name.count("]"):
         return outcomes.get(name)
-    found = [
-        outcome
-        for other, outcome in outcomes.items()
-        if other.classname == name.classname and other.name.startswith(name.name)
-    ]
-    return found[0] if len({outcome in ("passed", "xfailed") for outcome in found}) == 1 else None
-
-
-def evaded(
-    outcomes: Mapping[Name, Outcome], allowed: Collection[tuple[Name, Outcome]]
-) -> dict[Name, Outcome]:
-    """Return the outcomes with those failed that are skipped or expected to fail and not `allowed`.
-
-    Code under test can call `pytest.skip` and `pytest.xfail`, or raise `unittest.SkipTest`: neither
-    is a success.
-    """
-    return {
-        name: (
-            "failed"
-            if outcome in ("skipped", "xfailed") and (name, outcome) not in allowed
-            else outcome
-        )
-        for name, outcome in outcomes.items()
-    }
-
-
-class Verdict(NamedTuple):
-    """The comparison of a report with the expected tests: outcome of each, and the shares of both
-    lists that pass."""
-
-    reward: float
-    parts: dict[str, float]
-    tests: dict[str, str]
+    found: list[Outcome] = []
+    for other, outcome in outcomes.items():
+        if other.classname == name.classname and other.name.startswith(name.name):
+            found.append(outcome)
+    agree = len({outcome in _PASSES for outcome in found}) == 1
+    return found[0] if agree else None
 
 
 def compare(
     outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]
-) -> Verdict:
-    """Return the verdict. A test that was skipped has not begun to pass, and has not ceased to: see
-    `evaded`.
+) -> Judged:
+    """Return the reward, 1 when all expected tests pass, and the share of each list as a part.
 
     Without lists all tests of the report must pass or be skipped, and one must pass.
     """
-    if not fail_to_pass and not pass_to_pass:
-        passes = [outcome in ("passed", "xfailed", "skipped") for outcome in outcomes.values()]
-        some = any(outcome in ("passed", "xfailed") for outcome in outcomes.values())
-        share = sum(passes) / len(passes) if passes else 0.0
-        return Verdict(
-            float(some and all(passes)),
-            {"tests": share},
-            {str(name): outcomes[name] for name in outcomes},
-        )
-    parts, whole = {}, True
-    tests: dict[str, str] = {}
-    for part, names, good in (
-        ("fail_to_pass", fail_to_pass, ("passed", "xfailed")),
-        ("pass_to_pass", pass_to_pass, ("passed", "xfailed", "skipped")),
-    ):
-        found = {name: find_outcome(name, outcomes) for name in names}
-        if names:
-            parts[part] = sum(found[name] in good for name in names) / len(names)
-            whole = whole and all(found[name] in good for name in names)
-        tests.update((name, outcome or "missing") for name, outcome in found.items())
-    return Verdict(float(whole), parts, tests)
+    parts: dict[str, float] = {}
+    if fail_to_pass:
+        parts["fail_to_pass"] = _share(fail_to_pass, outcomes, _PASSES)
+    if pass_to_pass:
+        parts["pass_to_pass"] = _share(pass_to_pass, outcomes, _HOLDS)
+    passes = all(share == 1.0 for share in parts.values())
+    if not parts:
+        held = [outcome in _HOLDS for outcome in outcomes.values()]
+        parts["tests"] = fmean(held or [False])
+        passes = all(held) and not set(_PASSES).isdisjoint(outcomes.values())
+    return Judged(reward=float(passes), parts=parts)
+
+
+def _share(names: Sequence[str], outcomes: Mapping[Name, Outcome], good: Sequence[str]) -> float:
+    return fmean(find_outcome(name, outcomes) in good for name in names)
+
+
+def tell_tests(outcomes: Mapping[Name, Outcome], expected: Sequence[str]) -> dict[str, str]:
+    """Return the outcome of each expected test, of all tests if none is, the worst first.
+
+    It has 500 tests and 300 characters of a name at most.
+    """
+    tests: dict[str, str] = {str(name): outcome for name, outcome in outcomes.items()}
+    if expected:
+        tests = {name: find_outcome(name, outcomes) or "missing" for name in expected}
+    worst_first = sorted(tests, key=lambda name: tests[name] in ("passed", "xfailed"))
+    return {name[:_MAX_NAME]: tests[name] for name in worst_first[:_MAX_TESTS]}
 
 
 _TESTS = """import sys
@@ -204,7 +190,7 @@ _WORDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Canary:
     """Two tests that must fail, a function and a `unittest` method, in a file that is named and
     lies like the task's.
@@ -240,17 +226,16 @@ class Canary:
     ) -> tuple[dict[Name, Outcome], Literal["failed", "passed", "absent"]]:
         """Return the outcomes of the other tests, and what the canary's did: `passed` if one did
         not fail."""
-        rest = {
-            name: outcome
-            for name, outcome in outcomes.items()
-            if self.token not in f"{name.classname} {name.name}"
-        }
-        own = [outcome for name, outcome in outcomes.items() if name not in rest]
+        rest: dict[Name, Outcome] = {}
+        own: set[Outcome] = set()
+        for name, outcome in outcomes.items():
+            if self.token in name.classname or self.token in name.name:
+                own.add(outcome)
+            else:
+                rest[name] = outcome
         if not own:
             return rest, "absent"
-        return rest, (
-            "failed" if all(outcome in ("failed", "error") for outcome in own) else "passed"
-        )
+        return rest, "failed" if own <= {"failed", "error"} else "passed"
 
 
 def read_marks(content: bytes) -> set[Name]:
@@ -262,113 +247,101 @@ def read_marks(content: bytes) -> set[Name]:
     return names
 
 
-_MAX_TESTS = 500
-_MAX_NAME = 300
-Skips = frozenset[tuple[Name, Outcome]]
-"""Tests that were skipped or that failed as expected."""
-
-
 async def judge_by_report(
-    spec: PytestJudge, checkout: Checkout, allow: Callable[[Skips], Awaitable[Skips]]
-) -> tuple[Reward, dict[str, Any]]:
-    """Return the reward and the evidence. Raises `UnjudgedError`.
+    spec: PytestJudge, checkout: Checkout, judge_start: Callable[[], Awaitable[Judged]] | None
+) -> Judged:
+    """Return the judgement. Raises `UnjudgedError`.
 
-    A test that is skipped, or fails as expected, counts as such if it has a mark that says so.
-    `allow` is asked for those without one when the reward depends on them, and returns the ones
-    that count as such too.
+    Code under test can call `pytest.skip` and `pytest.xfail`, or raise `unittest.SkipTest`. A test
+    that is skipped, or fails as expected, counts as such if it has a mark that says so, or if it
+    does so on the untouched start too: `judge_start` judges it, and is None there.
 
     The evidence has `tests`, the outcome of the expected tests, the worst first; `canary`, what the
     tests that must fail did.
     """
-    canary = Canary.write(checkout.workspace, _beside(spec, checkout))
+    canary = Canary.write(checkout.workspace, _beside(spec, checkout.workspace))
+    plugins = [spec.env.get("PYTEST_PLUGINS"), "rolltap_report"]
+    folders = [checkout.tools, spec.env.get("PYTHONPATH")]
     env = {
         **spec.env,
         "ROLLTAP_REPORT": checkout.pipe,
         "ROLLTAP_CANARY": f"{checkout.box.workdir}/{canary.file}",
-        "PYTEST_PLUGINS": ",".join(
-            filter(None, [spec.env.get("PYTEST_PLUGINS"), "rolltap_report"])
-        ),
-        "PYTHONPATH": os.pathsep.join(filter(None, [checkout.tools, spec.env.get("PYTHONPATH")])),
+        "PYTEST_PLUGINS": ",".join(filter(None, plugins)),
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
     command = [argument.replace("{report}", checkout.pipe) for argument in spec.command]
     status = await checkout.run(command, env, spec.timeout)
     ended = f"the judge ended with status {status}"
-    marks, _, content = checkout.verdict(ended).rpartition(b"\0")
-    if not content:
-        raise UnjudgedError(
-            f"{ended} and wrote no report; its output is in {checkout.job.log.name}"
-        )
+    output = f"its output is in {checkout.job.log.name}"
+    written = checkout.verdict(ended)
     # a report may have a million tests
-    read = await in_folder_thread(_read, content, marks, canary, spec)
-    if not read.outcomes:
-        raise UnjudgedError(f"{ended}, and no test ran; its output is in {checkout.job.log.name}")
-    allowed, verdict = read.allowed, read.verdict
-    if verdict.parts != read.reported.parts:
-        allowed |= await allow(read.skips - allowed)
-        verdict = await in_folder_thread(_compare_with, allowed, read.outcomes, spec)
-    evidence: dict[str, Any] = {"exit_status": status, "canary": read.canary}
-    evidence |= await in_folder_thread(_told, read, allowed)
-    if read.canary == "passed":
-        evidence["forged_report"] = "a test passed that must fail"
-        return Reward(0.0, dict.fromkeys(verdict.parts, 0.0)), evidence
-    return Reward(verdict.reward, verdict.parts), evidence
+    report = await in_folder_thread(_read, written, canary)
+    if report is None:
+        raise UnjudgedError(f"{ended} and wrote no report; {output}")
+    if not report.outcomes:
+        raise UnjudgedError(f"{ended}, and no test ran; {output}")
+    by_code = Skips()
+    if judge_start is not None and report.skips:
+        by_code = report.skips - (await judge_start()).skips
+    judged = await in_folder_thread(_grade, report, by_code, spec)
+    return judged.and_evidence(exit_status=status)
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Report(NamedTuple):
     """A report that was read.
 
     Attributes:
         outcomes: Those of all tests but the canary's.
         canary: What the tests that must fail did.
-        skips: Tests that were skipped or failed as expected; `allowed` are those with a mark that
-            says so.
-        reported: The comparison of the report as it is; `verdict` that with skips that are not
-            allowed as failures.
+        skips: See `Judged`.
     """
 
     outcomes: dict[Name, Outcome]
-    canary: Literal["failed", "passed", "absent"]
+    canary: str
     skips: Skips
-    allowed: Skips
-    reported: Verdict
-    verdict: Verdict
 
 
-def _read(content: bytes, marks: bytes, canary: Canary, spec: PytestJudge) -> _Read:
+def _read(written: bytes, canary: Canary) -> _Report | None:
+    marks, _, content = written.rpartition(b"\0")
+    if not content:
+        return None
     outcomes, saw = canary.take(read_report(content))
     marked = read_marks(marks)
-    skips = frozenset(test for test in outcomes.items() if test[1] in ("skipped", "xfailed"))
-    allowed = frozenset(test for test in skips if test[0] in marked)
-    reported = compare(outcomes, spec.fail_to_pass, spec.pass_to_pass)
-    verdict = _compare_with(allowed, outcomes, spec)
-    return _Read(outcomes, saw, skips, allowed, reported, verdict)
+    skips: set[tuple[Name, str]] = set()
+    for name, outcome in outcomes.items():
+        if outcome in ("skipped", "xfailed") and name not in marked:
+            skips.add((name, outcome))
+    return _Report(outcomes, saw, frozenset(skips))
 
 
-def _compare_with(allowed: Skips, outcomes: Mapping[Name, Outcome], spec: PytestJudge) -> Verdict:
-    return compare(evaded(outcomes, allowed), spec.fail_to_pass, spec.pass_to_pass)
+def _grade(report: _Report, by_code: Skips, spec: PytestJudge) -> Judged:
+    """Compare a report, in which tests that only code skipped count as failed."""
+    counted: dict[Name, Outcome] = {}
+    for name, outcome in report.outcomes.items():
+        counted[name] = "failed" if (name, outcome) in by_code else outcome
+    judged = compare(counted, spec.fail_to_pass, spec.pass_to_pass)
+    tests = tell_tests(report.outcomes, [*spec.fail_to_pass, *spec.pass_to_pass])
+    judged = dataclasses.replace(judged, skips=report.skips)
+    judged = judged.and_evidence(canary=report.canary, tests=tests)
+    if by_code:
+        names = sorted(str(name)[:_MAX_NAME] for name, _ in by_code)
+        judged = judged.and_evidence(skipped_by_code=names[:_MAX_SKIPS])
+    if report.canary == "passed":
+        none = dict.fromkeys(judged.parts, 0.0)
+        judged = dataclasses.replace(judged, reward=0.0, parts=none)
+        judged = judged.and_evidence(forged_report="a test passed that must fail")
+    return judged
 
 
-def _told(read: _Read, allowed: Skips) -> dict[str, Any]:
-    """Return the evidence of the tests, of bounded size."""
-    worst_first = sorted(
-        read.reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed")
-    )
-    tests = {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]}
-    evasions = sorted(str(name)[:_MAX_NAME] for name, _ in read.skips - allowed)
-    return {"tests": tests, "skipped_by_code": evasions[:50]} if evasions else {"tests": tests}
-
-
-def _beside(spec: PytestJudge, checkout: Checkout) -> str:
+def _beside(spec: PytestJudge, workspace: Path) -> str:
     """Return the path of a test file: one that is expected, or the first of the workspace."""
     for name in (*spec.fail_to_pass, *spec.pass_to_pass):
-        if read_file(checkout.workspace, path := name.partition("::")[0], 1) is not None:
+        path = name.partition("::")[0]
+        if read_file(workspace, path, 1) is not None:
             return path
-    tests = (
-        path
-        for path in scan(checkout.workspace).entries
-        if matches(path, TEST_FILES) and path.endswith(".py")
-    )
-    return min(
-        tests, key=lambda path: (not path.rpartition("/")[2].startswith("test_"), path), default=""
-    )
+    tests: list[tuple[bool, str]] = []
+    for path in scan(workspace).entries:
+        if matches(path, TEST_FILES) and path.endswith(".py"):
+            is_other = not path.rpartition("/")[2].startswith("test_")
+            tests.append((is_other, path))
+    return min(tests, default=(True, ""))[1]

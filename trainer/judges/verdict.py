@@ -4,61 +4,23 @@ A reward is one number that was meant as one, or a JSON object with one.
 """
 
 import json
-import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from statistics import fmean
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rolltap.trainer.tasks.task import Bound, CommandJudge, Judge, PythonJudge, SeveralJudges
 from rolltap.trainer.toml import describe
 
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MAX_REASON = 2000
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """The judgement of a session.
-
-    Attributes:
-        reward: Finite; None when the judge could not judge.
-        unjudged: Why there is no reward; None when there is one.
-        parts: Name -> finite number.
-        evidence: JSON values: tests, their results, what was not applied, the digest of the
-            changes.
-    """
-
-    reward: float | None = None
-    unjudged: str | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    evidence: dict[str, Any] = field(default_factory=dict)
-
-    def and_evidence(self, **evidence: Any) -> "Judged":
-        """Return the judgement with further evidence."""
-        return replace(self, evidence={**self.evidence, **evidence})
-
-    def forged(self, why: str, worst: float) -> "Judged":
-        """Return the judgement with the worst reward, for a report that is not the judge's own."""
-        return replace(self.and_evidence(forged_report=why), reward=worst)
-
-
-def worst_reward(spec: Judge) -> float:
-    """Return the least reward that a judge gives: for a judge that was broken, or a report that was
-    forged."""
-    return _end_of_range(spec, 0)
-
-
-def best_reward(spec: Judge) -> float:
-    """Return the reward of a solved task."""
-    return _end_of_range(spec, 1)
-
-
-def _end_of_range(spec: Judge, end: Literal[0, 1]) -> float:
-    if isinstance(spec, SeveralJudges):
-        whole = math.fsum(one.weight * _end_of_range(one.judge, end) for one in spec.judges)
-        return whole / math.fsum(one.weight for one in spec.judges)
-    if isinstance(spec, PythonJudge | CommandJudge):
-        return spec.range[end]
-    return float(end)
+Skips = frozenset[tuple[Any, str]]
+"""Tests of a report, each with its outcome, that were skipped or failed as expected without a mark
+that says so."""
 
 
 class UnjudgedError(Exception):
@@ -80,25 +42,75 @@ class UnjudgedError(Exception):
         self.evidence = evidence
 
 
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The judgement of a session, or of an untouched start.
+
+    Attributes:
+        reward: Finite; None when the judge could not judge.
+        unjudged: Why there is no reward; None when there is one.
+        parts: Name -> finite number.
+        evidence: JSON values: tests, their results, what was not applied, the digest of the
+            changes.
+        skips: Of a report.
+        broke: The agent's changes may be why there is no reward: see `UnjudgedError`.
+        lacks: A program or module that the judge needs and did not find.
+    """
+
+    reward: float | None = None
+    unjudged: str | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    skips: Skips = frozenset()
+    broke: bool = False
+    lacks: str = ""
+
+    @classmethod
+    def without(cls, error: UnjudgedError) -> "Judged":
+        """Return the judgement of a judge that has no verdict."""
+        return cls(
+            unjudged=str(error), evidence=error.evidence, broke=error.broke, lacks=error.lacks
+        )
+
+    def and_evidence(self, **evidence: Any) -> "Judged":
+        """Return the judgement with further evidence, which replaces evidence of the same names."""
+        return replace(self, evidence={**self.evidence, **evidence})
 
 
-class Reward(NamedTuple):
-    """A finite reward, its parts by name, and the judge's words for it, if it has any."""
+def worst_reward(spec: Judge) -> float:
+    """Return the least reward that a judge gives: for a judge that was broken, or a report that was
+    forged."""
+    if isinstance(spec, SeveralJudges):
+        return weighted_mean(spec, [worst_reward(one.judge) for one in spec.judges])
+    return spec.range[0] if isinstance(spec, PythonJudge | CommandJudge) else 0.0
 
-    reward: float
-    parts: dict[str, float]
-    reason: str = ""
+
+def best_reward(spec: Judge) -> float:
+    """Return the reward of a solved task."""
+    if isinstance(spec, SeveralJudges):
+        return weighted_mean(spec, [best_reward(one.judge) for one in spec.judges])
+    return spec.range[1] if isinstance(spec, PythonJudge | CommandJudge) else 1.0
 
 
-class RewardObject(BaseModel):
-    """A reward in JSON."""
+def weighted_mean(spec: SeveralJudges, rewards: Sequence[float]) -> float:
+    """Return the mean of the judges' rewards by their weights."""
+    return fmean(rewards, [one.weight for one in spec.judges])
+
+
+class Reward(BaseModel):
+    """A reward in JSON: finite, with its parts by name and the judge's words for it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     reward: Bound
     parts: dict[str, Bound] = Field(default={}, max_length=1000)
     reason: str = ""
+
+    def judged(self, **evidence: Any) -> Judged:
+        """Return the judgement that gives this reward."""
+        if self.reason:
+            evidence["reason"] = self.reason[:_MAX_REASON]
+        return Judged(reward=self.reward, parts=self.parts, evidence=evidence)
 
 
 def parse_json(text: str) -> Reward:
@@ -109,12 +121,11 @@ def parse_json(text: str) -> Reward:
     that is there twice, numbers that are not finite, booleans.
     """
     try:
-        found = RewardObject.model_validate(json.loads(text, object_pairs_hook=_unique))
+        return Reward.model_validate(json.loads(text, object_pairs_hook=_unique))
     except ValidationError as error:
         raise UnjudgedError(f"{_short(text)} is no reward: {describe(error)[:300]}") from error
     except (ValueError, RecursionError) as error:
         raise UnjudgedError(f"{_short(text)} is not the JSON of a reward: {error}") from error
-    return Reward(found.reward, found.parts, found.reason)
 
 
 def parse_text(text: str) -> Reward:

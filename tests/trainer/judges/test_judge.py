@@ -69,7 +69,7 @@ async def test_a_report_and_the_changes_however_large_do_not_hold_up_the_loop(
 
         monkeypatch.setattr(where, name, note)
 
-    for name in ("read_report", "compare", "read_marks", "_told"):
+    for name in ("read_report", "compare", "read_marks", "tell_tests"):
         noting(tests, name)
     noting(changes.Changes, "evidence")
     assert (await Left(tmp_path, START, did={"calc.py": GOOD}).judge(SPEC)).reward == 1.0
@@ -156,8 +156,8 @@ async def test_sessions_that_need_it_together_have_the_start_judged_once(tmp_pat
         shell(f"echo x >> {tmp_path}/count; exit {status}", result="status" if reward else "number")
     )
     judge = left.task.effective_judge
-    baselines = await asyncio.gather(*(module._judge_baseline(judge, job) for _ in range(4)))
-    assert [baseline.judged.reward for baseline in baselines] == [reward] * 4
+    baselines = await asyncio.gather(*(module._judge_start(judge, job) for _ in range(4)))
+    assert [baseline.reward for baseline in baselines] == [reward] * 4
     assert (tmp_path / "count").read_text() == "x\n"
 
 
@@ -167,12 +167,11 @@ async def test_a_session_that_is_cancelled_while_it_has_the_start_judged_leaves_
     left = Left(tmp_path, {})
     job = left.job(shell("exit 0"))
     baselines = [
-        asyncio.create_task(module._judge_baseline(left.task.effective_judge, job))
-        for _ in range(2)
+        asyncio.create_task(module._judge_start(left.task.effective_judge, job)) for _ in range(2)
     ]
     await asyncio.sleep(0)  # the first one has it judged now
     baselines[0].cancel()
-    assert (await baselines[1]).judged.reward == 1.0
+    assert (await baselines[1]).reward == 1.0
     assert baselines[0].cancelled()
 
 

@@ -70,12 +70,12 @@ def test_json_that_is_no_reward_is_refused(text):
 @given(FINITE, st.dictionaries(st.text(), FINITE, max_size=5), st.text())
 def test_a_reward_survives_its_json(reward, parts, reason):
     text = json.dumps({"reward": reward, "parts": parts, "reason": reason})
-    assert parse_json(text) == Reward(reward, parts, reason)
+    assert parse_json(text) == Reward(reward=reward, parts=parts, reason=reason)
 
 
 @given(FINITE)
 def test_a_printed_number_is_read_as_printed(number):
-    assert parse_text(f"{number!r}\n") == Reward(number, {})
+    assert parse_text(f"{number!r}\n") == Reward(reward=number)
 
 
 @given(st.text(max_size=200))
