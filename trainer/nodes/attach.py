@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from rolltap.addons.errors import RecorderError, RolltapError
 from rolltap.trainer.console import Advance
-from rolltap.trainer.nodes.fleet import Fleet, Member
+from rolltap.trainer.nodes.fleet import LOST_SECONDS, Fleet, Member
 from rolltap.trainer.nodes.ray import RayNode
 from rolltap.trainer.rollouts.node import NodeLostError
 from rolltap.trainer.rollouts.runner import GroupRunner
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 60.0
 """Time without a report after which a node is given no more groups."""
-LOST_SECONDS = 600.0
-"""Time without a report after which a node is given up, and its sessions are run elsewhere."""
 TICK_SECONDS = 1.0
 
 

@@ -33,6 +33,9 @@ UNAVAILABLE_SECONDS = 1.0
 """Pause before a node that does not answer is asked again."""
 AGAIN_SECONDS = 30.0
 """Pause before a node that failed is tried again."""
+LOST_SECONDS = 600.0
+"""Time without a report, or an answer, after which a node is given up. Its sessions are run
+elsewhere."""
 PARTS = ("", EVALUATION)
 """Run folders in the folder of a run, from there."""
 
@@ -255,11 +258,18 @@ class Fleet:
 
     async def _retire(self, member: Member) -> None:
         """Stop a node's sessions, write what it has, and end its actor."""
-        await self.ask(member, "close")
-        while not (await self.next_report(member)).is_over:
-            pass
-        await self.ask(member, "leave")
-        await self.forget(member)
+        why = ""
+        try:
+            async with asyncio.timeout(LOST_SECONDS):
+                await self.ask(member, "close")
+                while not (await self.next_report(member)).is_over:
+                    pass
+                await self.ask(member, "leave")
+        except TimeoutError:
+            why = f"node {member.name} did not end within {LOST_SECONDS:g} s"
+        except RolltapError as error:
+            why = str(error)
+        await self.forget(member, why)
 
     def forked_calls(self, source: RecordedFrom) -> Package:
         """Return the calls of a recorded session. Raises `RunError` and `OSError`."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import wait_for_end
-from rolltap.trainer.nodes.fleet import Fleet, Member
+from rolltap.trainer.nodes.fleet import LOST_SECONDS, Fleet, Member
 from rolltap.trainer.nodes.messages import EndedAttempt, Report
 from rolltap.trainer.rollouts.node import Enter, NodeLostError, SessionAttempt
 from rolltap.trainer.rollouts.queue import Slots
@@ -106,22 +106,26 @@ class RayNode:
             # the actor stopped it, because it can run no further session: `follow` says why
 
     async def _stop(self, number: int, running: _Running) -> None:
-        """Stop a session, and wait for its row."""
+        """Stop a session, and wait for its row. A node that does not stop it is ended."""
         await self._ask("cancel", number, running.attempt.why_stopped)
-        news = await running.news.get()
-        while not isinstance(news, EndedAttempt | Exception):
-            news = await running.news.get()
-        if isinstance(news, EndedAttempt):
-            running.attempt.row = news.row
+        try:
+            async with asyncio.timeout(LOST_SECONDS):
+                await _wait_for_end(running)
+        except TimeoutError:
+            name = running.attempt.session_id
+            logger.warning("node %s does not stop the session %s", self.name, name)
+            self._fleet.kill(self.member)
+            await _wait_for_end(running)
 
     async def _ask(self, method: str, *arguments: Any) -> None:
         """Tell the actor something. If it fails, the actor is ended, which `follow` will see."""
         if self._error is not None:
             return
         try:
-            await self._fleet.ask(self.member, method, *arguments)
-        except RolltapError as error:
-            logger.warning("%s", error)
+            async with asyncio.timeout(LOST_SECONDS):
+                await self._fleet.ask(self.member, method, *arguments)
+        except (RolltapError, TimeoutError) as error:
+            logger.warning("node %s does not do %r: %r", self.name, method, error)
             self._fleet.kill(self.member)
 
     def _tell(self, report: Report) -> None:
@@ -157,6 +161,15 @@ class RayNode:
         if isinstance(self._error, OSError):  # of the run folder
             return OSError(str(self._error))
         return NodeLostError(str(self._error))
+
+
+async def _wait_for_end(running: _Running) -> None:
+    """Wait until the actor tells the end of an attempt, or is lost."""
+    news = await running.news.get()
+    while not isinstance(news, EndedAttempt | Exception):
+        news = await running.news.get()
+    if isinstance(news, EndedAttempt):
+        running.attempt.row = news.row
 
 
 def _why_over(report: Report, name: str) -> Exception:

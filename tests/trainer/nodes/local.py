@@ -45,6 +45,8 @@ class Sessions:
         """Session -> the error that it raises in place of its end."""
         self.unlucky = set()
         """Sessions that the machine keeps from their end."""
+        self.stuck = set()
+        """Sessions that do not end when they are stopped."""
         self.writers, self.groups = {}, {}
 
     def fit(self, tasks, private): ...
@@ -85,6 +87,8 @@ class Sessions:
             session.status, session.reward = "completed", 1.0
         except asyncio.CancelledError:
             session.error = attempt.why_stopped
+            if name in self.stuck:
+                await asyncio.Event().wait()
             raise
         finally:
             writer.add_session(session)
@@ -94,10 +98,11 @@ class Sessions:
 
 class Handle:
     """An actor as Ray gives it to its driver. `error` is raised by its answers, for ever or
-    `once`."""
+    `once`. Methods in `hanging` never answer."""
 
     def __init__(self, actor):
         self.actor, self.error, self.once, self.calls = actor, None, None, []
+        self.hanging = set()
 
     def __getattr__(self, name):
         def remote(*arguments):
@@ -110,6 +115,8 @@ class Handle:
     async def _call(self, name, arguments):
         if self.error is not None:
             raise self.error
+        if name in self.hanging:
+            await asyncio.Event().wait()
         answer = await getattr(self.actor, name)(*pickle.loads(pickle.dumps(arguments)))
         once, self.once = self.once, None
         if once is not None or self.error is not None:

@@ -85,6 +85,15 @@ async def test_a_start_waits_for_the_writer_of_a_killed_driver(run, monkeypatch)
         pass
 
 
+async def test_a_node_that_does_not_close_does_not_keep_the_driver(run, monkeypatch):
+    fleet = local_fleet(run, monkeypatch)
+    await fleet.open()
+    fleet.members["a"].actor.hanging.add("close")
+    monkeypatch.setattr(fleet_module, "LOST_SECONDS", 0.0)
+    await fleet.close()
+    assert fleet.members == {}
+
+
 async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run, monkeypatch):
     fleet = local_fleet(run, monkeypatch)
     await fleet.open()

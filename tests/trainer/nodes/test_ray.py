@@ -10,6 +10,7 @@ from rolltap.addons.errors import RecorderError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.nodes import fleet as fleet_module
+from rolltap.trainer.nodes import ray as ray_module
 from rolltap.trainer.nodes.ray import RayNode
 from rolltap.trainer.rollouts.node import NodeLostError, SessionAttempt
 from rolltap.trainer.rollouts.queue import Slots
@@ -113,6 +114,30 @@ async def test_a_session_that_is_stopped_has_its_row_when_that_is_told(driver):
         await task
     assert driver.rows() == {"g.0-0": ("cancelled", "its group was cancelled")}
     assert driver.row("g.0-0").status == "cancelled"
+
+
+async def test_a_node_that_reports_and_leaves_a_request_without_an_answer_is_lost(
+    driver, monkeypatch
+):
+    task = driver.run("g.0-0")
+    await driver.began("g.0-0")
+    monkeypatch.setattr(ray_module, "LOST_SECONDS", 0.0)
+    driver.handle.hanging.add("grant")
+    driver.sessions.may_end["g.0-0"].set()
+    with pytest.raises(NodeLostError, match="node a is gone"):
+        await task
+    assert driver.rows() == {"g.0-0": ("infrastructure", "node a is gone")}
+
+
+async def test_a_node_that_reports_and_does_not_stop_a_session_is_lost(driver, monkeypatch):
+    task = driver.run("g.0-0")
+    await driver.began("g.0-0")
+    monkeypatch.setattr(ray_module, "LOST_SECONDS", 0.0)
+    driver.sessions.stuck.add("g.0-0")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert driver.rows() == {"g.0-0": ("infrastructure", "node a is gone")}
 
 
 async def test_a_session_that_is_stopped_before_it_began_has_no_row(driver):
