@@ -18,8 +18,9 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.engines.container import LABEL, ContainerRuntime, system_root
-from rolltap.trainer.boxes.runtime import BoxSpec, scratch_folder
+from rolltap.trainer.boxes.runtime import BoxSpec
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
+from rolltap.trainer.folders import scratch_folder
 
 
 @functools.cache

@@ -23,7 +23,8 @@ from typing import Any
 
 import psutil
 
-from rolltap.trainer.boxes.runtime import BoxSpec, Runtime, remove_folder
+from rolltap.trainer.boxes.runtime import BoxSpec, Runtime
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.tasks.task import Limits
 from tests.security.attack_scripts import SCRIPTS
 

@@ -15,8 +15,9 @@ import pytest
 
 from rolltap.trainer.boxes.engines.container import ContainerRuntime, system_root
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, remove_folder, scratch_folder
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
+from rolltap.trainer.folders import remove_folder, scratch_folder
 from tests.boxes import fault_of
 from tests.deep import DEEP, cases
 from tests.machines import SshMachine

@@ -32,9 +32,10 @@ from urllib.parse import urlsplit
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.inside import archive, harbor_program
 from rolltap.trainer.boxes.inside.harbor_process import VERSION, Harbor
-from rolltap.trainer.boxes.runtime import BoxSpec, Ended, remove_folder
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended
 from rolltap.trainer.boxes.supervised import LOG_BYTES, made
 from rolltap.trainer.concurrency import in_folder_thread, run_blocking, run_to_end, wait_for_end
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.tasks.box_paths import HOME
 from rolltap.trainer.tasks.task import Build
 

@@ -18,20 +18,10 @@ from typing import Self
 
 from rolltap.addons.concurrency import finished_in
 from rolltap.addons.errors import InputError
+from rolltap.trainer.boxes.hiding import HidingRuntime, layered, nearest, require_narrow
 from rolltap.trainer.boxes.inside.seccomp_filter import seccomp_filter
-from rolltap.trainer.boxes.runtime import (
-    SYSTEM,
-    BoxSpec,
-    Ended,
-    HidingRuntime,
-    layered,
-    nearest,
-    projects_around,
-    remove_folder,
-    require_narrow,
-    scratch_folder,
-    tool_folders,
-)
+from rolltap.trainer.boxes.programs import SYSTEM, projects_around, tool_folders
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended
 from rolltap.trainer.boxes.supervised import (
     STARTS,
     Supervised,
@@ -43,6 +33,7 @@ from rolltap.trainer.boxes.supervised import (
 )
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.boxes.way_out import PORT, way_out
+from rolltap.trainer.folders import remove_folder, scratch_folder
 from rolltap.trainer.tasks.box_paths import HOME
 
 _USER = 1000

@@ -18,9 +18,11 @@ from rolltap.addons.store.records import Session
 from rolltap.addons.store.rewards import judged_status, session_rows
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.boxes import runtime as boxes
+from rolltap.trainer.boxes.hiding import HidingRuntime, private_paths
+from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.console import progress_bar
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.archive import SUFFIX, restore_changes
 from rolltap.trainer.judges.changes import AgentResult, find_changes
 from rolltap.trainer.judges.check import check_judges
@@ -42,7 +44,7 @@ _SOURCE = "rolltap judge"
 async def rejudge(
     run: Path,
     tasks: Sequence[Task],
-    runtime: boxes.Runtime,
+    runtime: Runtime,
     *,
     only: Sequence[str],
     concurrency: int,
@@ -58,8 +60,8 @@ async def rejudge(
     named = {session.task_id for session in chosen}
     own = [task for task in tasks if task.id in named]
     runtime.check()
-    if isinstance(runtime, boxes.HidingRuntime):
-        runtime.hide(boxes.private_paths(run, own, tools=runtime.tools))
+    if isinstance(runtime, HidingRuntime):
+        runtime.hide(private_paths(run, own, tools=runtime.tools))
         runtime.layers()
     engines = list(read_metadata(run).get("engines", {}))
     fitting = fit_tasks(own, runtime)
@@ -98,7 +100,7 @@ class _Again:
     """
 
     run: Path
-    runtime: boxes.Runtime
+    runtime: Runtime
     tasks: Mapping[str, Task]
     digests: Mapping[str, str]
     engines: Sequence[str]
@@ -165,7 +167,7 @@ class _Again:
             )
             return await judge_changes(job)
         finally:
-            await run_to_end(boxes.remove_folder, folder)
+            await run_to_end(remove_folder, folder)
 
     def record(self, before: Session, judged: Judged) -> Session:
         """Write a session's further row, and return it."""

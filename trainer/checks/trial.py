@@ -15,17 +15,11 @@ from typing import Any
 
 from rolltap.addons.errors import InputError, RolltapError
 from rolltap.trainer.boxes.environment import clean_environment
-from rolltap.trainer.boxes.runtime import (
-    Box,
-    BoxSpec,
-    Mount,
-    Runtime,
-    remove_folder,
-    scratch_folder,
-)
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, Runtime
 from rolltap.trainer.checks.cheats import CHEATS, Cheat, Ground
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.console import progress_bar
+from rolltap.trainer.folders import remove_folder, scratch_folder
 from rolltap.trainer.judges.changes import AgentResult, find_changes
 from rolltap.trainer.judges.check import check_judges
 from rolltap.trainer.judges.checkout import JudgeJob

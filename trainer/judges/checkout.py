@@ -17,17 +17,11 @@ from typing import Protocol
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes import inside
 from rolltap.trainer.boxes.environment import CERTIFICATES, Proxy, clean_environment
-from rolltap.trainer.boxes.runtime import (
-    SYSTEM,
-    Box,
-    BoxSpec,
-    HidingRuntime,
-    Mount,
-    Runtime,
-    nearest,
-    remove_folder,
-)
+from rolltap.trainer.boxes.hiding import HidingRuntime, nearest
+from rolltap.trainer.boxes.programs import SYSTEM
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount, Runtime
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.changes import (
     AgentResult,
     Changes,

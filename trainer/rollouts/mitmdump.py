@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rolltap.addons.errors import MissingPackageError, RecorderError, RunError, install_command
 from rolltap.addons.store.staging import locked
-from rolltap.trainer.boxes.runtime import remove_folder
 from rolltap.trainer.boxes.supervised import Supervised
+from rolltap.trainer.folders import remove_folder
 
 logger = logging.getLogger(__name__)
 

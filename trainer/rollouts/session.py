@@ -30,8 +30,9 @@ from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.session_options import SessionOptions
 from rolltap.trainer.boxes.environment import CERTIFICATES, clean_environment
-from rolltap.trainer.boxes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Ended, Runtime
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.changes import AgentResult
 from rolltap.trainer.judges.checkout import Ahead, JudgeJob
 from rolltap.trainer.judges.command import judge_here, last_line

@@ -8,9 +8,10 @@ import weakref
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.runtime import ImageRuntime, Runtime, remove_folder
+from rolltap.trainer.boxes.runtime import ImageRuntime, Runtime
 from rolltap.trainer.boxes.watch import disk_bytes
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end, submit_folder_work
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.tasks.content import Start, content_digest, copy_content, is_bare
 from rolltap.trainer.tasks.git import give_history, require_inside
 from rolltap.trainer.tasks.task import Task

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from rolltap.trainer.boxes import watch
-from rolltap.trainer.boxes.runtime import scratch_folder
 from rolltap.trainer.boxes.watch import Nameless, choose_cores, disk_bytes, exceeded, pause_after
+from rolltap.trainer.folders import scratch_folder
 from rolltap.trainer.tasks.task import Limits
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import rolltap
 from rolltap.errors import InputError
-from rolltap.trainer.boxes.runtime import private_paths
+from rolltap.trainer.boxes.hiding import private_paths
 from rolltap.trainer.checks import trial
 from rolltap.trainer.checks.cheats import CHEATS
 from rolltap.trainer.rollouts.check import kept_check, warn_of_unchecked

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.runtime import remove_folder
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges import folders
 from rolltap.trainer.judges.changes import apply_changes, find_changes
 from rolltap.trainer.judges.folders import TooMuchError, scan, stays_inside

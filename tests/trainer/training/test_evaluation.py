@@ -13,8 +13,8 @@ from rolltap.addons.errors import EngineError, InputError, RecorderError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.boxes.hiding import HidingRuntime
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.boxes.runtime import HidingRuntime
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.worker import Worker

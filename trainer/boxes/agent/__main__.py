@@ -23,6 +23,7 @@ from typing import Any
 
 from rolltap.addons.errors import RolltapError
 from rolltap.trainer.boxes.choose import make_runtime
+from rolltap.trainer.boxes.hiding import HidingRuntime
 from rolltap.trainer.boxes.inside.archive import (
     TooMuchError,
     pack,
@@ -31,18 +32,10 @@ from rolltap.trainer.boxes.inside.archive import (
     unpack,
 )
 from rolltap.trainer.boxes.inside.frames import STARTED, Connection, Stream
-from rolltap.trainer.boxes.runtime import (
-    Box,
-    BoxSpec,
-    Ended,
-    HidingRuntime,
-    ImageRuntime,
-    Mount,
-    Runtime,
-    remove_folder,
-)
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, Ended, ImageRuntime, Mount, Runtime
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
 from rolltap.trainer.descriptors import raise_limit
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks.task import Limits
 

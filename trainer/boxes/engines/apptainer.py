@@ -11,7 +11,8 @@ from pathlib import Path
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.engines import container
 from rolltap.trainer.boxes.engines.box import Engine, EngineBox, call, mount_options
-from rolltap.trainer.boxes.runtime import BoxSpec, HidingRuntime, Mount
+from rolltap.trainer.boxes.hiding import HidingRuntime
+from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup/cgroup.controllers")

@@ -24,17 +24,13 @@ from typing import Self
 import psutil
 
 from rolltap.addons.concurrency import finished_in
-from rolltap.trainer.boxes.runtime import (
-    BoxSpec,
-    Ended,
-    HidingRuntime,
-    Mount,
-    remove_folder,
-)
+from rolltap.trainer.boxes.hiding import HidingRuntime
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount
 from rolltap.trainer.boxes.supervised import Output, Supervised, readable, start, written_to
 from rolltap.trainer.boxes.watch import ProcessTable, exceeded, out_of_memory_kills, written_folders
 from rolltap.trainer.boxes.way_out import PORT, way_out
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.tasks.box_paths import HOME
 
 KEEPER = ("/bin/sh", "-c", "while :; do sleep 86400; done")

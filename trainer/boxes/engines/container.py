@@ -22,8 +22,9 @@ from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.engines.box import KEEPER, Engine, EngineBox, call, mount_options
+from rolltap.trainer.boxes.hiding import HidingRuntime, require_narrow
 from rolltap.trainer.boxes.inside.seccomp_filter import without_namespaces
-from rolltap.trainer.boxes.runtime import BoxSpec, HidingRuntime, Mount, require_narrow
+from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Build, Limits
 
 _PULL_SECONDS = 3600.0

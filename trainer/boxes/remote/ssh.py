@@ -38,8 +38,9 @@ import rolltap.trainer
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.inside.archive import delete, pack, unpack, write_pipe
 from rolltap.trainer.boxes.inside.frames import STARTED, Connection, LostError, Stream
-from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason, scratch_folder
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_blocking, wait_for_end
+from rolltap.trainer.folders import scratch_folder
 
 _BOOT = Path(__file__).parents[1] / "inside" / "boot.py"
 _FILES = (

@@ -17,7 +17,7 @@ from rolltap.trainer.boxes.inside.archive import (
     unpack,
     write_pipe,
 )
-from rolltap.trainer.boxes.runtime import scratch_folder
+from rolltap.trainer.folders import scratch_folder
 
 ROOM = 1 << 30
 
