@@ -16,7 +16,8 @@ from typing import Self
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.records import Session
-from rolltap.trainer.boxes.runtime import HidingRuntime, Runtime, private_paths
+from rolltap.trainer.boxes.hiding import HidingRuntime, private_paths
+from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import Once, run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, plain_console, watched
 from rolltap.trainer.descriptors import make_room
