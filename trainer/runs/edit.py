@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import CallRole, Session, SessionStatus
 from rolltap.addons.store.rewards import finite
@@ -21,14 +22,19 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, some
 from rolltap.trainer.runs.suspicions.rules import NAMES
-from rolltap.trainer.runs.walk import RunSessions
+from rolltap.trainer.runs.walk import index_tables
 from rolltap.trainer.traces.build import require_collection
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import load_sessions, session_ids
 from rolltap.trainer.traces.sessions import suspected
 from rolltap.trainer.traces.tables import TABLES
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
 """Field of the session's row to split by: one part per value, named after it."""
+
+Tables = Mapping[str, SessionIndex]
+"""Table -> its rows by session."""
+Sessions = Mapping[str, Session | None]
+"""Session id -> the row that counts; None when there is none."""
 
 UNNAMED = "_none"
 """Name of the part of sessions without a row or with an empty value."""
@@ -120,14 +126,14 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     """
     _require_valid(criteria)
     roles = criteria.get("roles", ())
-    with RunSessions(run) as source:
+    with index_tables(run, TABLES) as tables:
         rows = load_sessions(run)
-        session_ids = _all_ids(source)
-        unknown = set(criteria.get("session_ids", ())).difference(session_ids)
+        known = _all_ids(tables)
+        unknown = set(criteria.get("session_ids", ())).difference(known)
         if unknown:
             raise InputError(f"{run} has no session {some(sorted(unknown))}")
         fitting: list[str] = []
-        for session_id in session_ids:
+        for session_id in known:
             row = rows.get(session_id) or Session(session_id=session_id, status="unknown")
             if _fits(criteria, row):
                 fitting.append(session_id)
@@ -138,9 +144,9 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
                 for done, session_id in enumerate(fitting, start=1):
                     calls = None
                     if roles:
-                        calls = _with_ancestors(source, session_id, roles)
+                        calls = _with_ancestors(tables["calls"], session_id, roles)
                     if calls is None or calls:
-                        _copy(source, session_id, writer, calls)
+                        _copy(tables, session_id, writer, calls)
                         kept += 1
                     advance("sessions copied", done, len(fitting))
             if not kept:
@@ -171,38 +177,38 @@ def split_run(
         raise InputError(f"by={by!r}: choose {', '.join(get_args(SplitBy))}")
     if parts is not None and parts < 1:
         raise InputError(f"parts={parts}: give at least 1")
-    with RunSessions(run) as source:
-        if by is not None:
-            split = _parts_by(source, by)
-        elif parts is not None:
-            split = _even_parts(source, parts)
-        if not split:
+    with index_tables(run, TABLES) as tables:
+        rows = load_sessions(run)
+        sessions = {session_id: rows.get(session_id) for session_id in _all_ids(tables)}
+        if not sessions:
             raise InputError(f"{run} has no sessions")
-        total = sum(map(len, split.values()))
+        if by is not None:
+            split = _parts_by(sessions, by)
+        elif parts is not None:
+            split = _even_parts(run, sessions, parts)
         done = 0
         with new_folder(out) as staged:
-            for number, (name, session_ids) in enumerate(split.items()):
+            for number, (name, members) in enumerate(split.items()):
                 write_metadata(staged / name, read_metadata(run))
                 with RunWriter(staged / name, "never") as writer:
                     if number == 0:
-                        _copy(source, None, writer)
-                    for session_id in session_ids:
-                        _copy(source, session_id, writer)
+                        _copy(tables, None, writer)
+                    for session_id in members:
+                        _copy(tables, session_id, writer)
                         done += 1
-                        advance("sessions copied", done, total)
-    return {name: len(session_ids) for name, session_ids in split.items()}
+                        advance("sessions copied", done, len(sessions))
+    return {name: len(members) for name, members in split.items()}
 
 
-def _all_ids(source: RunSessions) -> list[str]:
+def _all_ids(tables: Tables) -> list[str]:
     """Return the ids of the sessions: those with calls first, in the order of their first call."""
-    return source.ids("calls", "sessions", "events")
+    return session_ids(tables["calls"], tables["sessions"], tables["events"])
 
 
-def _parts_by(source: RunSessions, field: SplitBy) -> dict[str, list[str]]:
-    rows = load_sessions(source.run)
+def _parts_by(sessions: Sessions, field: SplitBy) -> dict[str, list[str]]:
     parts: defaultdict[str, list[str]] = defaultdict(list)
-    for session_id in _all_ids(source):
-        value = getattr(rows.get(session_id), field, None)
+    for session_id, row in sessions.items():
+        value = getattr(row, field, None)
         name = UNNAMED
         if value:
             name = file_name(value)
@@ -210,35 +216,31 @@ def _parts_by(source: RunSessions, field: SplitBy) -> dict[str, list[str]]:
     return parts
 
 
-def _even_parts(source: RunSessions, number: int) -> dict[str, list[str]]:
+def _even_parts(run: Path, sessions: Sessions, number: int) -> dict[str, list[str]]:
     """Assign each group, in the order of its first session, to the part with the fewest sessions so
-    far."""
-    rows = load_sessions(source.run)
+    far. Raises `InputError` for more parts than groups."""
     groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for session_id in _all_ids(source):
-        row = rows.get(session_id)
+    for session_id, row in sessions.items():
         group = ("session", session_id)
         if row is not None and row.group_id:
             group = ("group", row.group_id)
         groups[group].append(session_id)
     if len(groups) < number:
-        raise InputError(
-            f"{source.run} has only {len(groups)} groups of sessions: ask for fewer parts"
-        )
+        raise InputError(f"{run} has only {len(groups)} groups of sessions: ask for fewer parts")
     width = len(str(number - 1))
     parts: dict[str, list[str]] = {f"part-{i:0{width}}": [] for i in range(number)}
-    for session_ids in groups.values():
+    for members in groups.values():
         smallest = min(parts.values(), key=len)
-        smallest.extend(session_ids)
+        smallest.extend(members)
     return parts
 
 
-def _with_ancestors(source: RunSessions, session_id: str, roles: Collection[str]) -> set[str]:
+def _with_ancestors(calls: SessionIndex, session_id: str, roles: Collection[str]) -> set[str]:
     """Return the ids of the calls with these roles and of their ancestors, whose tokens their rows
     do not repeat."""
     parents: dict[str, str | None] = {}
     selected: list[str] = []
-    for batch in source.table("calls").batches(session_id, ("call_id", "parent_id", "role")):
+    for batch in calls.batches(session_id, ("call_id", "parent_id", "role")):
         for row in batch.to_pylist():
             parents[row["call_id"]] = row["parent_id"]
             if row["role"] in roles:
@@ -253,7 +255,7 @@ def _with_ancestors(source: RunSessions, session_id: str, roles: Collection[str]
 
 
 def _copy(
-    source: RunSessions,
+    tables: Tables,
     session_id: str | None,
     writer: RunWriter,
     calls: Collection[str] | None = None,
@@ -263,14 +265,14 @@ def _copy(
     With `calls`, a set of call ids, rows of other calls are left out, and so is what was trained:
     its rows are accounts of whole sessions.
     """
-    for table in TABLES:
-        if calls is not None and table == "trained":
+    for name, table in tables.items():
+        if calls is not None and name == "trained":
             continue
-        for batch in source.table(table).batches(session_id):
-            if calls is not None and table != "sessions":
+        for batch in table.batches(session_id):
+            if calls is not None and name != "sessions":
                 of_call = batch.column("call_id")
                 kept = pc.is_in(of_call, pa.array(list(calls), pa.string()))
                 batch = batch.filter(pc.or_(of_call.is_null(), kept))
             if batch.num_rows:
-                writer.add_batch(table, batch)
+                writer.add_batch(name, batch)
     writer.end_session()

@@ -9,9 +9,9 @@ line ends in the middle of a token.
 
 import math
 import re
-from bisect import bisect_right
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,17 +69,17 @@ _PREFIXES = (
 )
 """Beginnings of tokens that say by it whose they are."""
 _NOT_USED = {
-    *("BasicAuthDetector", "JwtTokenDetector", "PrivateKeyDetector"),
-    *(
-        "CloudantDetector",
-        "IbmCloudIamDetector",
-        "IbmCosHmacDetector",
-        "IPPublicDetector",
-        "SoftlayerDetector",
-    ),
+    "BasicAuthDetector",
+    "JwtTokenDetector",
+    "PrivateKeyDetector",
+    "CloudantDetector",
+    "IbmCloudIamDetector",
+    "IbmCosHmacDetector",
+    "IPPublicDetector",
+    "SoftlayerDetector",
 }
-"""Detectors in place of which a form above is used, and others that take as long as all together,
-for names that are those of a value too."""
+"""Detectors that are not used. A form above is used in place of the first three. The others take as
+long as all together, and their names are found as those of a value."""
 _SHORTEST = 20
 """Characters of the shortest key or token."""
 
@@ -101,84 +101,66 @@ _MOST_ESCAPED = 3
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A text as it may be read, made of another one by replacing parts.
-
-    Attributes:
-        before: The other one; None for the recorded text.
-        starts: Where the pieces start here.
-        origins: Start and end of each piece in the text before.
-    """
+    """A text as it may be read, made of the recorded one by replacing parts."""
 
     text: str
-    before: "Reading | None" = None
-    starts: tuple[int, ...] = ()
-    origins: tuple[tuple[int, int], ...] = ()
+    starts: Sequence[int]
+    """Where the recorded text of each character starts."""
+    ends: Sequence[int]
+    """Where it ends."""
+    seams: Sequence[int] = ()
+    """Places in `text` before and after what was replaced last."""
 
-    def replaced(
-        self, pattern: re.Pattern[str], meant: Callable[[re.Match[str]], str]
-    ) -> "Reading":
-        """Return the text with each match replaced; the same object without a match."""
+    def replaced(self, pattern: re.Pattern[str]) -> "Reading":
+        """Return the text with each match read as what it means; the same object without a
+        match."""
         parts: list[str] = []
-        starts: list[int] = []
-        origins: list[tuple[int, int]] = []
-        at = length = 0
-
-        def add(part: str, start: int, end: int) -> None:
-            nonlocal length
-            if part:
-                parts.append(part)
-                starts.append(length)
-                origins.append((start, end))
-                length += len(part)
-
+        starts = array("q")
+        ends = array("q")
+        seams: list[int] = []
+        at = 0
         for match in pattern.finditer(self.text):
-            add(self.text[at : match.start()], at, match.start())
-            add(meant(match), match.start(), match.end())
-            at = match.end()
+            start, end = match.span()
+            parts.append(self.text[at:start])
+            starts.extend(self.starts[at:start])
+            ends.extend(self.ends[at:start])
+            seams.append(len(starts))
+            meant = _meant(match)
+            parts.append(meant)
+            starts.extend([self.starts[start]] * len(meant))
+            ends.extend([self.ends[end - 1]] * len(meant))
+            seams.append(len(starts))
+            at = end
         if not at:
             return self
-        add(self.text[at:], at, len(self.text))
-        return Reading("".join(parts), self, tuple(starts), tuple(origins))
-
-    def origin(self, start: int, end: int) -> tuple[int, int]:
-        """Return the place in the recorded text of what is from `start` to `end` here."""
-        if self.before is None:
-            return start, end
-        first = bisect_right(self.starts, start) - 1
-        last = bisect_right(self.starts, end - 1) - 1
-        return self.before.origin(self._place(first, start)[0], self._place(last, end - 1)[1])
+        parts.append(self.text[at:])
+        starts.extend(self.starts[at:])
+        ends.extend(self.ends[at:])
+        return Reading("".join(parts), starts, ends, seams)
 
     def windows(self) -> list[tuple[int, int]]:
         """Return the parts around what is replaced: only there is a form that the text before has
         not."""
-        if self.before is None:
+        if not self.seams:
             return [(0, len(self.text))]
         found: list[tuple[int, int]] = []
-        for at in self.starts[1:]:
-            start, end = max(at - _AROUND, 0), at + _AROUND
+        for seam in self.seams:
+            start = max(seam - _AROUND, 0)
             if found and start <= found[-1][1]:
-                start = found.pop()[0]
-            found.append((start, end))
+                start, _ = found.pop()
+            found.append((start, seam + _AROUND))
         return found
-
-    def _place(self, number: int, at: int) -> tuple[int, int]:
-        """Return start and end, in the text before, of the character `at`, which is in a piece."""
-        start, end = self.origins[number]
-        here = self.starts[number]
-        after = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.text)
-        if end - start != after - here:
-            return start, end
-        return start + at - here, start + at - here + 1
 
 
 def readings(text: str) -> list[Reading]:
     """Return the ways to read a recorded text that differ: as it is, without escapes and colours,
     without line ends."""
-    found = [Reading(text)]
-    for pattern in (*(_INVISIBLE, _ESCAPE) * _MOST_ESCAPED, _LINE_END):
-        meant = found[-1].replaced(pattern, _meant)
-        if meant is not found[-1]:
-            found.append(meant)
+    size = len(text)
+    found = [Reading(text, range(size), range(1, size + 1))]
+    for pattern in [_INVISIBLE, _ESCAPE] * _MOST_ESCAPED + [_LINE_END]:
+        reading = found[-1].replaced(pattern)
+        if reading is not found[-1]:
+            found.append(reading)
     return found
 
 
@@ -187,7 +169,9 @@ def _meant(match: re.Match[str]) -> str:
     if match.re is not _ESCAPE:
         return ""
     four, two, one, percent = match.groups()
-    return _MEANT.get(one, one) if one else chr(int(four or two or percent, 16))
+    if one:
+        return _MEANT.get(one, one)
+    return chr(int(four or two or percent, 16))
 
 
 @cache
@@ -212,17 +196,21 @@ def _forms() -> list[tuple[str, re.Pattern[str], int]]:
     detectors: dict[str, Any] = get_mapping_from_secret_type_to_class()
     for kind, detector in sorted(detectors.items()):
         if issubclass(detector, RegexBasedDetector) and detector.__name__ not in _NOT_USED:
-            found += [(kind, pattern, 0) for pattern in detector.denylist]
+            for pattern in detector.denylist:
+                found.append((kind, pattern, 0))
     return found
 
 
 def _is_random(value: str) -> bool:
     """Return True for a value that nobody would read as words: a path, a name or a number is
     none."""
-    if _WORDS.fullmatch(value) or not (re.search(r"\d", value) and re.search(r"[A-Za-z]", value)):
+    if _WORDS.fullmatch(value) or not re.search(r"\d", value) or not re.search(r"[A-Za-z]", value):
         return False
-    counts = Counter(value).values()
-    return -math.fsum(n / len(value) * math.log2(n / len(value)) for n in counts) >= _LEAST_ENTROPY
+    entropy = 0.0
+    for number in Counter(value).values():
+        share = number / len(value)
+        entropy -= share * math.log2(share)
+    return entropy >= _LEAST_ENTROPY
 
 
 class Secrets:
@@ -235,42 +223,46 @@ class Secrets:
     def find(self, text: str) -> Iterator[tuple[str, int, int]]:
         """Yield the kind, start and end of what is found in a text, in order. No two have a
         character in common."""
-        found = set()
+        found: set[tuple[int, int, str]] = set()
         for reading in readings(text):
             for window in reading.windows():
-                for kind, start, end in self._in(reading.text, *window):
-                    found.add((*reading.origin(start, end), kind))
-        last: tuple[str, int, int] | None = None
-        for start, end, kind in sorted(found, key=lambda each: (each[0], -each[1], each[2])):
-            if last is not None and start < last[2]:
-                last = (last[0], last[1], max(last[2], end))
-            else:
-                if last is not None:
-                    yield last
-                last = (kind, start, end)
-        if last is not None:
-            yield last
+                for kind, first, last in self._in(reading.text, *window):
+                    found.add((reading.starts[first], -reading.ends[last - 1], kind))
+        kind = ""
+        begin = 0
+        until = 0
+        # of those that start at one place, the longest is first
+        for start, negative_end, other in sorted(found):
+            if start >= until:
+                if until:
+                    yield kind, begin, until
+                kind = other
+                begin = start
+            until = max(until, -negative_end)
+        if until:
+            yield kind, begin, until
 
-    def _in(self, text: str, *window: int) -> Iterator[tuple[str, int, int]]:
+    def _in(self, text: str, start: int, end: int) -> Iterator[tuple[str, int, int]]:
         for kind, pattern, group in _forms():
-            for match in pattern.finditer(text, *window):
+            for match in pattern.finditer(text, start, end):
                 if "rest" not in pattern.groupindex or _is_random(match["rest"]):
                     yield kind, *match.span(group)
-        for match in _VALUE.finditer(text, *window):
+        for match in _VALUE.finditer(text, start, end):
             before = text[max(0, match.start() - _NAME_LENGTH) : match.start()]
             if _is_random(match[1]) and _NAME.search(before):
                 yield "Value of a secret's name", *match.span(1)
-        for match in self._given.finditer(text, *window):
+        for match in self._given.finditer(text, start, end):
             yield GIVEN, *match.span()
 
     def redact(self, text: str) -> str:
         """Return the text with a note in place of each secret."""
-        parts = []
+        parts: list[str] = []
         at = 0
         for _, start, end in self.find(text):
             parts += [text[at:start], REDACTED]
             at = end
-        return "".join([*parts, text[at:]])
+        parts.append(text[at:])
+        return "".join(parts)
 
     def redact_values(self, value: Any) -> Any:
         """Return JSON values with their texts redacted, and the keys of objects that are not short
@@ -279,18 +271,22 @@ class Secrets:
             return self.redact(value)
         if isinstance(value, list):
             return [self.redact_values(part) for part in value]
-        if isinstance(value, dict):
-            return {
-                (
-                    name if name.isidentifier() and len(name) < _SHORTEST else self.redact(name)
-                ): self.redact_values(part)
-                for name, part in value.items()
-            }
-        return value
+        if not isinstance(value, dict):
+            return value
+        redacted: dict[str, Any] = {}
+        for name, part in value.items():
+            is_short_word = name.isidentifier() and len(name) < _SHORTEST
+            if not is_short_word:
+                name = self.redact(name)
+            redacted[name] = self.redact_values(part)
+        return redacted
 
     def kinds(self, texts: Iterable[str | None]) -> set[str]:
         """Return the kinds of the secrets in texts."""
-        return {kind for text in texts if text for kind, _, _ in self.find(text)}
+        found: set[str] = set()
+        for text in texts:
+            found.update(kind for kind, _, _ in self.find(text or ""))
+        return found
 
 
 def find_in_run(run: Path, decode: Callable[[list[int]], str] | None) -> dict[str | None, set[str]]:
@@ -298,7 +294,8 @@ def find_in_run(run: Path, decode: Callable[[list[int]], str] | None) -> dict[st
 
     Without `decode`, the text of token ids, the tokens are not looked at. Raises `RunError`.
     """
-    secrets, found = Secrets(), defaultdict[str | None, set[str]](set)
+    secrets = Secrets()
+    found: defaultdict[str | None, set[str]] = defaultdict(set)
     for recorded in iter_sessions(run):
         found[recorded.session_id] |= secrets.kinds(_texts(recorded, decode))
     for event in read_rows(run, "events"):
@@ -314,8 +311,13 @@ def _texts(
     calls = recorded.calls
     for call in calls:
         yield from (call.messages, call.reply, call.tools, call.sampling, call.error, call.path)
-    if (session := recorded.session) is not None:
-        yield from (session.error, json_text(session.evidence))
-    if decode is not None:  # all other calls are a part of one at an end of the call tree
-        for end in find_ends(link_calls(calls)[0], range(len(calls))):
-            yield decode([*calls[end].prompt_ids, *calls[end].completion_ids])
+    session = recorded.session
+    if session is not None:
+        yield session.error
+        yield json_text(session.evidence)
+    if decode is None:
+        return
+    # all other calls are a part of one at an end of the call tree
+    parents, _ = link_calls(calls)
+    for end in find_ends(parents, range(len(calls))):
+        yield decode([*calls[end].prompt_ids, *calls[end].completion_ids])

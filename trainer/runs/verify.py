@@ -18,15 +18,16 @@ import pyarrow as pa
 from huggingface_hub import try_to_load_from_cache
 
 from rolltap.addons.errors import InputError, LedgerError
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, UNREWARDED, Call, Session, find_violation
 from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.repair import find_leftovers, is_held, repair_run
-from rolltap.trainer.runs.walk import RunSessions, check_rows, open_files
+from rolltap.trainer.runs.walk import check_rows, index_tables, open_files
 from rolltap.trainer.traces.conversations import rebuild_conversations
-from rolltap.trainer.traces.reader import RecordedSession, rebuild_calls
+from rolltap.trainer.traces.reader import RecordedSession, rebuild_calls, session_ids
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.tree import parents_first
 
@@ -124,13 +125,13 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     if found.rows["calls"]:
         rendering = load_rendering(metadata)
     salvaged = "left_behind" in metadata
-    with RunSessions(run) as source:
-        found.sessions = len(source.ids("calls", "sessions"))
-        names = source.ids("calls", "sessions", "events")
+    with index_tables(run, ("calls", "sessions", "events")) as tables:
+        found.sessions = len(session_ids(tables["calls"], tables["sessions"]))
+        names = session_ids(*tables.values())
         for number, name in enumerate(names, start=1):
             if name not in unreadable:
                 own = rows.get(name, [])
-                found.findings += _check_session(source, name, own, salvaged, rendering)
+                found.findings += _check_session(run, name, own, tables, salvaged, rendering)
             advance("sessions rebuilt", number, len(names))
     return found
 
@@ -218,9 +219,10 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
 
 
 def _check_session(
-    source: RunSessions,
+    run: Path,
     session_id: str,
     rows: Sequence[Session],
+    tables: Mapping[str, SessionIndex],
     salvaged: bool,
     rendering: Any,
 ) -> Iterator[Finding]:
@@ -230,7 +232,7 @@ def _check_session(
     ancestor is a notice, not damage.
     """
     where = f"session {session_id}"
-    calls = list(source.table("calls").batches(session_id))
+    calls = list(tables["calls"].batches(session_id))
     times: Counter[str] = Counter()
     for batch in calls:
         times.update(batch.column("call_id").to_pylist())
@@ -240,16 +242,16 @@ def _check_session(
         advice = "remove the calls-*.arrow file that is a copy of another"
         yield Finding("damage", f"{where}, call {call_id}", what, advice)
     if not copied:
-        yield from _check_calls(source.run, session_id, calls, salvaged)
+        yield from _check_calls(run, session_id, calls, salvaged)
         if rendering is not None:
-            yield from check_replies(rebuild_calls(source.run, session_id, calls), rendering)
+            yield from check_replies(rebuild_calls(run, session_id, calls), rendering)
     if rows:
         yield from check_session_rows(where, rows, salvaged=salvaged)
     elif calls:
         what = "has no row in sessions: its calls have no reward and no group"
         yield Finding("notice", where, what)
     refused = 0
-    for batch in source.table("events").batches(session_id, ("kind", "call_id", "detail")):
+    for batch in tables["events"].batches(session_id, ("kind", "call_id", "detail")):
         for event in batch.to_pylist():
             if event["kind"] == "fault" and _DISK_FULL in (event["detail"] or ""):
                 refused += 1

@@ -1,8 +1,8 @@
 """The two ways through a run folder: file by file with each row checked, and session by session."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
 
 import pyarrow as pa
 
@@ -58,37 +58,9 @@ def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, 
         yield row if is_written else None, fault
 
 
-class RunSessions:
-    """The rows of a run by session, in all its tables; a context manager.
-
-    A table is indexed when it is first asked for.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self._tables: dict[str, SessionIndex] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for table in self._tables.values():
-            table.close()
-
-    def table(self, name: str) -> SessionIndex:
-        """Return the index of a table. Raises `RunError` when the folder cannot be read."""
-        if name not in self._tables:
-            self._tables[name] = SessionIndex(self.run, name)
-        return self._tables[name]
-
-    def ids(self, *tables: str) -> list[str]:
-        """Return the ids of the sessions with rows in some tables, table by table, each id once.
-
-        In a table they are in the order of their first rows.
-        """
-        found: dict[str, None] = {}
-        for name in tables:
-            for session_id in self.table(name).session_ids:
-                if session_id is not None:
-                    found[session_id] = None
-        return list(found)
+@contextmanager
+def index_tables(run: Path, names: Iterable[str]) -> Iterator[dict[str, SessionIndex]]:
+    """Index tables of a run by session: table -> its rows. Raises `RunError` when the folder cannot
+    be read."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(SessionIndex(run, name)) for name in names}

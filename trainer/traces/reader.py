@@ -157,7 +157,7 @@ class SessionReader:
 
         Those without calls are at the end.
         """
-        return list(dict.fromkeys([*_ids(self._calls), *self._table.rows]))
+        return list(dict.fromkeys([*session_ids(self._calls), *self._table.rows]))
 
     def count_calls(self, session_id: str) -> int:
         """Return the number of a session's calls."""
@@ -204,11 +204,20 @@ def recorded_ids(run: Path) -> set[str]:
 
     Raises `RunError`.
     """
-    return {*_ids(SessionIndex(run, "calls")), *_ids(SessionIndex(run, "sessions"))}
+    return set(session_ids(SessionIndex(run, "calls"), SessionIndex(run, "sessions")))
 
 
-def _ids(index: SessionIndex) -> list[str]:
-    return [session_id for session_id in index.session_ids if session_id is not None]
+def session_ids(*tables: SessionIndex) -> list[str]:
+    """Return the ids of the sessions with rows in some tables, table by table, each id once.
+
+    In a table they are in the order of their first rows.
+    """
+    found: dict[str, None] = {}
+    for table in tables:
+        for session_id in table.session_ids:
+            if session_id is not None:
+                found[session_id] = None
+    return list(found)
 
 
 def unknown_session(session_id: str, calls: Sequence[Call]) -> Session:
@@ -246,10 +255,10 @@ class RecordedCalls(Mapping[str, list[Call]]):
         return session_id is not None and session_id in self._index
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_ids(self._index))
+        return iter(session_ids(self._index))
 
     def __len__(self) -> int:
-        return len(_ids(self._index))
+        return len(session_ids(self._index))
 
 
 class SessionRows:

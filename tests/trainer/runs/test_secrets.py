@@ -143,6 +143,11 @@ def test_a_token_that_is_broken_is_found_whole(name, how):
     assert Secrets().redact(text) == f"begin {REDACTED} end"
 
 
+@pytest.mark.parametrize("begin", ["\x1b[0m", "\\u001b[0m", "%0A"])
+def test_a_token_right_after_an_escape_at_the_beginning_is_found(begin):
+    assert REDACTED in Secrets().redact(begin + TOKENS["of DigitalOcean"])
+
+
 def test_a_token_that_is_broken_and_escaped_is_found_whole():
     token = TOKENS["of GitHub"]
     text = json.dumps({"a": f"\x1b[1m{token[:14]}\x1b[0m{token[14:]}", "b": 'say "x"'})

@@ -70,14 +70,14 @@ class Acts:
             if _RUNS_TEXT.fullmatch(words[0]):
                 yield " ".join(words[1:])
                 words = words[:1]
-            words = [
-                word for word in words if "\n" not in word
-            ]  # a word of several lines is a message or a document
-            yield from (
-                found.strip("$()`") for word in words for found in _SUBSTITUTION.findall(word)
-            )
+            # a word of several lines is a message or a document
+            words = [word for word in words if "\n" not in word]
+            for word in words:
+                for found in _SUBSTITUTION.findall(word):
+                    yield found.strip("$()`")
             if words and _HANDLES_TEXT.fullmatch(words[0]):
-                words = [words[0], *[word for word in words[1:] if not word.startswith("-")][1:]]
+                arguments = [word for word in words[1:] if not word.startswith("-")]
+                words = [words[0], *arguments[1:]]
             self.commands.append(" ".join(words))
 
 
@@ -85,12 +85,16 @@ def read_acts(replies: Iterable[dict[str, Any] | None]) -> Acts:
     """Return the acts of a session from the replies of its calls, in their order:
     `Call.parsed_reply`."""
     acts = Acts()
-    calls = (call for reply in replies for call in (reply or {}).get("tool_calls") or [])
-    for function in (call.get("function") or {} for call in calls):
-        acts.tools.append(str(function.get("name", "")))
-        texts = [*_texts(parsed_arguments(function.get("arguments")))]
-        for _ in range(_DEEPEST):
-            texts = [inner for text in texts for inner in acts.run(text)]
+    for reply in replies:
+        for call in (reply or {}).get("tool_calls") or []:
+            function = call.get("function") or {}
+            acts.tools.append(str(function.get("name", "")))
+            texts = list(_texts(parsed_arguments(function.get("arguments"))))
+            for _ in range(_DEEPEST):
+                inner: list[str] = []
+                for text in texts:
+                    inner += acts.run(text)
+                texts = inner
     return acts
 
 
@@ -98,11 +102,16 @@ def _texts(value: Any, depth: int = 0) -> Iterator[str]:
     """Yield the shell texts of arguments, or of a part of them. A path is a command without
     arguments."""
     if isinstance(value, str):
-        yield from [] if value.lstrip().startswith("*** Begin Patch") else [value]
-    elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        yield shlex.join(value)
-    elif isinstance(value, list | dict) and depth < _DEEPEST:
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if not value.lstrip().startswith("*** Begin Patch"):
+            yield value
+        return
+    if isinstance(value, list):
+        if value and all(isinstance(item, str) for item in value):
+            yield shlex.join(value)
+            return
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and depth < _DEEPEST:
+        for key, item in value.items():
             if not _TEXTS.fullmatch(str(key)):
                 yield from _texts(item, depth + 1)
 
@@ -116,9 +125,11 @@ def _without_documents(text: str) -> str:
             end = None
         elif end is None:
             kept.append(line)
-            if found := _HEREDOC.search(line):
-                readers = re.split(r"[;&|(]", line[: found.start()])[-1].split()
-                end = None if any(map(_RUNS_TEXT.fullmatch, readers)) else found[1]
+            found = _HEREDOC.search(line)
+            if found is not None:
+                command = re.split(r"[;&|(]", line[: found.start()])[-1]
+                if not any(map(_RUNS_TEXT.fullmatch, command.split())):
+                    end = found[1]
     return "\n".join(kept)
 
 
@@ -129,8 +140,13 @@ def _commands(text: str) -> Iterator[list[str]]:
     for token in _TOKEN.findall(text.replace("\\\n", " ")):
         if token in ";&|()`\n":
             found.append([])
+        elif re.search(r"['\"\\]", token):
+            found[-1] += shlex.split(token)
         else:
-            found[-1] += shlex.split(token) if re.search(r"['\"\\]", token) else [token]
+            found[-1].append(token)
     for words in found:
-        before = [*takewhile(_BEFORE.fullmatch, words)]
-        yield from filter(None, (before, words[len(before) :]))
+        before = list(takewhile(_BEFORE.fullmatch, words))
+        if before:
+            yield before
+        if words[len(before) :]:
+            yield words[len(before) :]
