@@ -4,12 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from types import TracebackType
-from typing import Any, Self
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from rolltap.addons.errors import RecorderError, RolltapError
-from rolltap.trainer.console import Advance
 from rolltap.trainer.nodes.fleet import LOST_SECONDS, Fleet, Member
 from rolltap.trainer.nodes.ray import RayNode
 from rolltap.trainer.rollouts.node import NodeLostError
@@ -134,30 +132,3 @@ class _Watch:
         """Take a new node. It may build images first."""
         if await self._fleet.join(name, late=True) is None:
             self._add(self._fleet.members[name])
-
-
-class FleetRunner(GroupRunner):
-    """A runner of the members of a fleet. Leaving it raises the errors of `attached`, too."""
-
-    def __init__(self, fleet: Fleet, share: float, advance: Advance, **how: Any) -> None:
-        super().__init__([], advance, **how)
-        self._fleet = fleet
-        self._share = share
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            # outside of the runner: its sessions need their nodes until they have ended
-            await stack.enter_async_context(attached(self._fleet, self, self._share))
-            await super().__aenter__()
-            stack.push_async_exit(super().__aexit__)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._stack.__aexit__(kind, value, traceback)

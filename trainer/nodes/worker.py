@@ -27,8 +27,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.options import is_loopback
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.console import Advance
-from rolltap.trainer.nodes.attach import FleetRunner, attached
+from rolltap.trainer.nodes.attach import attached
 from rolltap.trainer.nodes.facts import (
     Installation,
     examine,
@@ -40,7 +39,7 @@ from rolltap.trainer.nodes.fleet import Fleet
 from rolltap.trainer.nodes.messages import Setup
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
-from rolltap.trainer.rollouts.runner import GroupRunner, OnEnd, OnLost
+from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task
 
@@ -131,26 +130,6 @@ class FleetWorker(Worker):
     def silent(self) -> Collection[str]:
         """Return the engines that did not answer nodes whose sessions failed a moment ago."""
         return self._fleet.silent()
-
-    def runner(
-        self,
-        advance: Advance,
-        *,
-        share: float = 0.0,
-        ended: OnEnd = lambda *_: None,
-        lost: OnLost | None = None,
-    ) -> GroupRunner:
-        """Return a runner of the nodes: see `Worker.runner`."""
-        return FleetRunner(
-            self._fleet,
-            share,
-            advance,
-            retries=self.config.retries,
-            give_up_after=self.config.give_up_after,
-            ended=ended,
-            lost=lost,
-            silent=self.silent,
-        )
 
     @asynccontextmanager
     async def attach(self, runner: GroupRunner, *, share: float = 0.0) -> AsyncIterator[None]:

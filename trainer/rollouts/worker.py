@@ -38,7 +38,7 @@ from rolltap.trainer.rollouts.resume import (
     key_parts,
     resume_lines,
 )
-from rolltap.trainer.rollouts.runner import GroupRunner, OnEnd, OnLost
+from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.session import SessionContext, end_session, run_session
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.sources import load_tasks
@@ -213,30 +213,24 @@ class Worker:
         self._cleanup.push(worker.__exit__)
         return worker.context
 
-    def runner(
-        self,
-        advance: Advance,
-        *,
-        share: float = 0.0,
-        ended: OnEnd = lambda *_: None,
-        lost: OnLost | None = None,
-    ) -> GroupRunner:
-        """Return a runner for groups that come one after the other: see `GroupRunner`. Only inside
-        of the block.
+    @asynccontextmanager
+    async def runner(self, advance: Advance, *, share: float = 0.0) -> AsyncIterator[GroupRunner]:
+        """Open a runner for groups that come one after the other: see `GroupRunner`. Only inside of
+        the block.
 
         Groups that evaluate have the first `share` of the slots, one at least, and those that the
-        others leave.
+        others leave. Leaving raises as `GroupRunner` and `attach`.
         """
-        node = LocalNode(self.config.slots(share), self.context_of)
-        return GroupRunner(
-            [node],
+        runner = GroupRunner(
+            [],
             advance,
             retries=self.config.retries,
             give_up_after=self.config.give_up_after,
-            ended=ended,
-            lost=lost,
             silent=self.silent,
         )
+        # sessions need their nodes until they have ended
+        async with self.attach(runner, share=share), runner:
+            yield runner
 
     @asynccontextmanager
     async def attach(self, runner: GroupRunner, *, share: float = 0.0) -> AsyncIterator[None]:

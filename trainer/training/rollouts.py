@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import islice
@@ -98,7 +98,7 @@ class AsyncRollouts:
     def __init__(
         self,
         starts: Starts,
-        open_runner: Callable[[Advance], GroupRunner],
+        open_runner: Callable[[Advance], AbstractAsyncContextManager[GroupRunner]],
         *,
         finished: Callable[[Group], Mapping[str, Session]],
     ) -> None:

@@ -1,6 +1,7 @@
 """The members of a fleet under a real runner: they come, go, fall silent and are given up."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.nodes import attach as attach_module
 from rolltap.trainer.nodes import fleet as fleet_module
-from rolltap.trainer.nodes.attach import FleetRunner, attached
+from rolltap.trainer.nodes.attach import attached
 from rolltap.trainer.rollouts import runner as runner_module
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runner import GroupRunner
@@ -32,8 +33,11 @@ async def fleet(tmp_path, monkeypatch):
     await made.close()
 
 
-def runner_of(fleet, **how):
-    return FleetRunner(fleet, 0.0, lambda *_: None, **{"retries": 2, "give_up_after": 8, **how})
+@asynccontextmanager
+async def runner_of(fleet, **how):
+    runner = GroupRunner([], lambda *_: None, **{"retries": 2, "give_up_after": 8, **how})
+    async with attached(fleet, runner), runner:
+        yield runner
 
 
 def worker_of(fleet, name):

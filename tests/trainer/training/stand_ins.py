@@ -218,7 +218,13 @@ def runner_by(points: Points) -> type:
         running = 0
 
         def __init__(self, nodes: Any, advance: Any, **_: Any) -> None:
-            (self.node,) = nodes
+            pass
+
+        def add_node(self, node: Any) -> None:
+            self.node = node
+
+        def remove_node(self, node: Any, why: Exception) -> None:
+            pass
 
         async def __aenter__(self) -> "AtOnce":
             return self
