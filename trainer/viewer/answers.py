@@ -4,12 +4,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError, RunError
@@ -30,10 +31,14 @@ from rolltap.trainer.viewer.data import (
 )
 from rolltap.trainer.viewer.reader import RunReader, UnknownError
 
-MOST_FOUND, SEARCH_SECONDS, AROUND = 100, 10.0, 60
-"""Limits of a search, and the characters shown before and after what is found."""
+MOST_FOUND = 100
+"""Most calls that a search returns."""
+SEARCH_SECONDS = 10.0
+AROUND = 60
+"""Characters shown before and after what a search found."""
 MOST_BYTES = 256 * 1024
 """Longest part of a log or a patch that is shown."""
+_SEARCHED = ("messages", "reply")
 _PAGE = Path(__file__).with_name("page")
 
 
@@ -44,45 +49,42 @@ def answer(reader: RunReader, path: str) -> JSON:
     `OSError`.
     """
     place, _, query = path.partition("?")
-    asked = dict(parse_qsl(query))
+    parameters = dict(parse_qsl(query))
     match [unquote(part) for part in place.split("/")]:
         case ["api", "run"]:
             return _run(reader)
         case ["api", "sessions"]:
             return {"sessions": session_rows(reader.overview())}
         case ["api", "sessions", session_id]:
-            values = session_json(reader.run, reader.session(session_id), reader.overview())
-            return values | _logs(reader.run, session_id, (values["session"] or {}).get("revision"))
+            return _session(reader, session_id)
         case ["api", "sessions", session_id, "calls", call_id]:
-            found = reader.session(session_id)
-            if all(call.call_id != call_id for call in found.recorded.calls):
-                raise UnknownError(
-                    f"the session has no call {call_id[:200]!r}: go back to the session"
-                )
-            return call_json(reader.run, found, call_id, reader.text())
+            return call_json(reader.run, reader.session(session_id), call_id, reader.text())
         case ["api", "compare"]:
-            a, b = (reader.session(_given(asked, name)) for name in ("a", "b"))
+            a = reader.session(_required(parameters, "a"))
+            b = reader.session(_required(parameters, "b"))
             return compare_json(a, b, reader.text())
         case ["api", "search"]:
-            return search(reader.run, _given(asked, "q"))
+            return _search(reader.run, _required(parameters, "q"))
     raise UnknownError(f"there is no {place[:200]!r}")
 
 
-def _given(asked: Mapping[str, str], name: str) -> str:
-    if not asked.get(name):
+def _required(parameters: Mapping[str, str], name: str) -> str:
+    if not parameters.get(name):
         raise InputError(f"the query has no {name!r}: give one")
-    return asked[name]
+    return parameters[name]
 
 
 def _run(reader: RunReader) -> JSON:
-    values, metrics, evaluated = run_json(reader.overview()), list[JSON](), list[VersionRewards]()
+    values = run_json(reader.overview())
+    metrics: list[JSON] = []
+    evaluated: list[VersionRewards] = []
     try:
         metrics = read_metrics(reader.run / METRICS)
         if (reader.run / EVALUATION).is_dir():
             evaluated = reward_steps(load_sessions(reader.run / EVALUATION).values())
     except RunError as error:
         values["faults"].append(str(error))
-    values["evaluation"] = list(map(asdict, evaluated))
+    values["evaluation"] = [asdict(each) for each in evaluated]
     values["run"] = {
         "path": str(reader.run.absolute()),
         "name": reader.run.resolve().name,
@@ -91,77 +93,102 @@ def _run(reader: RunReader) -> JSON:
         "recording": reader.recording(),
     }
     steps = values["summary"]["trained"]
+    values["training"] = {"metrics": metrics, "steps": steps} if metrics or steps else None
+    return values
+
+
+def _session(reader: RunReader, session_id: str) -> JSON:
+    loaded = reader.session(session_id)
+    judge_logs = [f"{session_id}.judge.log", f"{session_id}.evaluate.log"]
+    if loaded.recorded.session is not None:
+        judge_logs.insert(0, f"{session_id}.r{loaded.recorded.session.revision}.judge.log")
     return {
-        **values,
-        "training": {"metrics": metrics, "steps": steps} if metrics or steps else None,
+        **session_json(reader.run, loaded, reader.overview()),
+        "judge": _log(reader.run, judge_logs),
+        "patch": _log(reader.run, [f"{session_id}.diff"], is_end=False),
+        "log": _log(reader.run, [f"{session_id}.log"]),
     }
 
 
-def _logs(run: Path, session_id: str, revision: object) -> JSON:
-    ends = (f".r{revision}.judge.log", ".judge.log", ".evaluate.log", ".log")
-    again, judge, evaluation, log = (_part(run, f"{session_id}{end}") for end in ends)
-    return {
-        "judge": again or judge or evaluation,
-        "patch": _part(run, f"{session_id}.diff", end=False),
-        "log": log,
-    }
+def _log(run: Path, names: Collection[str], *, is_end: bool = True) -> str | None:
+    """Return the first of some files of the run's folder `logs`, None without one.
+
+    Of a long file it is the end, or else the begin.
+    """
+    for name in names:
+        try:
+            file = open_file(run, f"logs/{name}")
+        except OSError:  # none, or the name of an imported session is like a path
+            continue
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if is_end:
+                file.seek(max(0, size - MOST_BYTES))
+            text = file.read(MOST_BYTES).decode(errors="replace")
+        if size <= MOST_BYTES:
+            return text
+        note = f"[{MOST_BYTES:,} of {size:,} bytes; the whole is in logs/{name}]"
+        return f"{note}\n{text}" if is_end else f"{text}\n{note}"
+    return None
 
 
-def _part(run: Path, name: str, *, end: bool = True) -> str | None:
-    """Return a file of the run's folder `logs`, or None without one; of a longer one the last or
-    the first bytes."""
-    try:
-        # an imported session may be named like a path
-        file = open_file(run, f"logs/{name}")
-    except OSError:
-        return None
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - MOST_BYTES) if end else 0)
-        text = file.read(MOST_BYTES).decode(errors="replace")
-    if size <= MOST_BYTES:
-        return text
-    note = f"[{MOST_BYTES:,} of {size:,} bytes; the whole is in logs/{name}]"
-    return f"{note}\n{text}" if end else f"{text}\n{note}"
-
-
-def search(run: Path, wanted: str) -> JSON:
+def _search(run: Path, wanted: str) -> JSON:
     """Return the calls whose new messages or reply have a text, at most `MOST_FOUND`. Capital
     letters do not matter."""
     found: list[JSON] = []
-    cut, end = False, time.monotonic() + SEARCH_SECONDS
-    written = json.dumps(wanted, ensure_ascii=False)[1:-1]  # the columns are JSON
+    end = time.monotonic() + SEARCH_SECONDS
     pattern = re.compile(re.escape(wanted), re.IGNORECASE)
     for batch in read_batches(run, "calls"):
-        rows = batch.select(["session_id", "call_id", "messages", "reply"])
-        has = [
-            pc.match_substring(rows.column(name), written, ignore_case=True)
-            for name in ("messages", "reply")
-        ]
-        for row in batch_rows(rows.filter(pc.or_(*(pc.fill_null(each, False) for each in has)))):
-            texts = _texts([json.loads(row.pop(name) or "null") for name in ("messages", "reply")])
-            if (at := next(filter(None, map(pattern.search, texts)), None)) is not None:
-                first, last = max(0, at.start() - AROUND), at.end() + AROUND
-                before, after = "… " if first else "", " …" if last < len(at.string) else ""
-                found.append({**row, "text": f"{before}{at.string[first:last]}{after}"})
-        cut = len(found) > MOST_FOUND or time.monotonic() > end
-        if cut:
-            break
-    return {"sessions": found[:MOST_FOUND], "cut": cut}
+        for row in batch_rows(_rows_with(batch, wanted)):
+            text = _excerpt(row, pattern)
+            if text is not None:
+                found.append(
+                    {"session_id": row["session_id"], "call_id": row["call_id"], "text": text}
+                )
+        if len(found) > MOST_FOUND or time.monotonic() > end:
+            return {"sessions": found[:MOST_FOUND], "cut": True}
+    return {"sessions": found, "cut": False}
+
+
+def _rows_with(batch: pa.RecordBatch, wanted: str) -> pa.RecordBatch:
+    """Return the rows that have a text somewhere in the JSON of `_SEARCHED`."""
+    written = json.dumps(wanted, ensure_ascii=False)[1:-1]
+    rows = batch.select(["session_id", "call_id", *_SEARCHED])
+    in_messages, in_reply = (
+        pc.match_substring(rows.column(name), written, ignore_case=True) for name in _SEARCHED
+    )
+    return rows.filter(pc.or_kleene(in_messages, in_reply))
+
+
+def _excerpt(row: Mapping[str, Any], pattern: re.Pattern[str]) -> str | None:
+    """Return the first text of a call that matches, cut to what is around the match."""
+    for name in _SEARCHED:
+        for text in _texts(json.loads(row[name] or "null")):
+            match = pattern.search(text)
+            if match is not None:
+                first = max(0, match.start() - AROUND)
+                last = match.end() + AROUND
+                before = "… " if first > 0 else ""
+                after = " …" if last < len(text) else ""
+                return f"{before}{text[first:last]}{after}"
+    return None
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of a JSON value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list):
+        for part in value:
             yield from _texts(part)
 
 
 def page_files() -> dict[str, Path]:
     """Return the files of the page by their paths below `page`."""
-    return {
-        path.relative_to(_PAGE).as_posix(): path
-        for path in sorted(_PAGE.rglob("*"))
-        if path.is_file()
-    }
+    files = {}
+    for path in sorted(_PAGE.rglob("*")):
+        if path.is_file():
+            files[path.relative_to(_PAGE).as_posix()] = path
+    return files

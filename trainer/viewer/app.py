@@ -29,11 +29,15 @@ POLICY = (
     " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
+    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-_FOLLOW_SECONDS, _ALIVE_SECONDS = 0.5, 15.0
+_FOLLOW_SECONDS = 0.5
+"""Seconds between two looks for what changed."""
+_ALIVE_SECONDS = 15.0
+"""Seconds after which a stream without changes says that it is alive."""
 
 
 def make_app(reader: RunReader, token: str, hosts: Collection[str] = ()) -> FastAPI:
@@ -45,26 +49,16 @@ def make_app(reader: RunReader, token: str, hosts: Collection[str] = ()) -> Fast
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, token=token, hosts=hosts)
-    for kind, status in {
-        UnknownError: 404,
-        InputError: 422,
-        RolltapError: 500,
-        OSError: 500,
-    }.items():
-        app.add_exception_handler(kind, lambda _, error, status=status: _error(status, str(error)))
-    app.add_exception_handler(
-        Exception, lambda _, error: _error(500, f"this cannot be shown: {error!r}")
-    )
+    for kind in (RolltapError, OSError, Exception):
+        app.add_exception_handler(kind, _explain)
     page = page_files()
 
     @app.get("/")
     @app.get("/page/{name:path}")
     def file(name: str = "index.html") -> Response:
-        return (
-            FileResponse(page[name])
-            if name in page
-            else _error(404, f"the page has no file {name[:200]!r}")
-        )
+        if name in page:
+            return FileResponse(page[name])
+        return _error(404, f"the page has no file {name[:200]!r}")
 
     @app.get("/api/follow")
     async def follow() -> StreamingResponse:
@@ -74,39 +68,43 @@ def make_app(reader: RunReader, token: str, hosts: Collection[str] = ()) -> Fast
     @app.get("/api/{_:path}")
     def api(request: Request) -> Response:
         # an id may have an encoded slash, which the decoded path does not tell from another
-        path = (
-            bytes(request.scope["raw_path"])
-            .decode("latin-1")
-            .partition("?")[0]
-            .partition("/api/")[2]
-        )
-        query = f"?{request.url.query}" if request.url.query else ""
-        with reader.asked():
+        raw: str = request.scope["raw_path"].decode("latin-1")
+        path = raw.partition("?")[0].partition("/api/")[2]
+        with reader.pause_reading():
             reader.start()
-            return Response(
-                json_text(answer(reader, f"api/{path}{query}")), media_type="application/json"
-            )
+            values = answer(reader, f"api/{path}?{request.url.query}")
+            return Response(json_text(values), media_type="application/json")
 
     return app
 
 
 async def _changes(reader: RunReader) -> AsyncIterator[str]:
-    seen, told = -1, 0.0
+    seen = reader.version
+    changed: list[str] = []  # the first event tells only how much was read
     while True:
-        now = reader.version
-        if now != seen:
-            # the first event tells only how much was read
-            changed = reader.changes(seen) if told else []
-            overview = await asyncio.to_thread(reader.overview)
-            yield (
-                "event: changed\ndata:"
-                f" {json_text({'sessions': changed, 'read': overview.progress})}\n\n"
-            )
-            seen, told = now, time.monotonic()
-        elif time.monotonic() - told >= _ALIVE_SECONDS:
-            yield ":\n\n"
-            told = time.monotonic()
+        overview = await asyncio.to_thread(reader.overview)
+        values = {"sessions": changed, "read": overview.progress}
+        yield f"event: changed\ndata: {json_text(values)}\n\n"
+        told = time.monotonic()
         await asyncio.sleep(_FOLLOW_SECONDS)
+        while reader.version == seen:
+            if time.monotonic() - told >= _ALIVE_SECONDS:
+                yield ":\n\n"
+                told = time.monotonic()
+            await asyncio.sleep(_FOLLOW_SECONDS)
+        version = reader.version
+        changed = reader.changes(seen)
+        seen = version
+
+
+def _explain(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, UnknownError):
+        return _error(404, str(error))
+    if isinstance(error, InputError):
+        return _error(422, str(error))
+    if isinstance(error, RolltapError | OSError):
+        return _error(500, str(error))
+    return _error(500, f"this cannot be shown: {error!r}")
 
 
 def _error(status: int, message: str) -> JSONResponse:
@@ -118,40 +116,45 @@ class Guard:
     responses."""
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
-        self._app, self._tokens = app, (token, reading_token(token))
-        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._app = app
+        self._cookie_token = reading_token(token)
+        self._tokens = (token, self._cookie_token)
+        self._hosts = {"localhost", socket.gethostname().lower()}
+        self._hosts.update(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
 
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(
-                    {**_HEADERS, "content-security-policy": POLICY}
-                )
+                MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        refusal = self._refusal(Request(scope)) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, with_headers)
+        answering = self._app
+        if scope["type"] == "http":
+            answering = self._refusal(Request(scope)) or self._app
+        await answering(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
+        """Return the response to a request that the application must not see, else None."""
         if not self._is_ours(request.headers.get("host", "")):
             return _error(
                 403, "this host name is not this machine's: use the address, or name it with --host"
             )
-        cookie = f"rolltap_{(request.scope.get('server') or ('', 0))[1]}"
+        _, port = request.scope.get("server") or ("", 0)
+        cookie = f"rolltap_{port}"
         root = request.scope.get("root_path", "")
         is_page = request.scope["path"].removeprefix(root) in ("", "/")
         if is_page and self._is_token(request.query_params.get("token", "")):
             response = RedirectResponse(f"{root}/", 303)
             response.set_cookie(
-                cookie, self._tokens[-1], path=f"{root}/", httponly=True, samesite="strict"
+                cookie, self._cookie_token, path=f"{root}/", httponly=True, samesite="strict"
             )
             return response
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        if self._is_token(request.cookies.get(cookie, "")) or (
-            scheme.lower() == "bearer" and self._is_token(bearer)
-        ):
+        if self._is_token(request.cookies.get(cookie, "")):
+            return None
+        if scheme.lower() == "bearer" and self._is_token(bearer):
             return None
         return _error(
             401, "the token is missing or wrong: open the link that `rolltap view` printed"
@@ -179,4 +182,6 @@ def reading_token(token: str) -> str:
 
 def link(host: str, port: int, token: str) -> str:
     """Return the URL that opens the page."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={quote(token)}"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}/?token={quote(token)}"

@@ -6,7 +6,6 @@ sessions asked for.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -31,17 +30,18 @@ from rolltap.trainer.traces.reader import RecordedSession, SessionTable, rebuild
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.trained import TrainedSession, read_trained, trained_steps
 
-LOOK_SECONDS, _REST_SECONDS = 1.0, 0.01
-"""Seconds between two looks at a folder in which nothing is left to read, and at requests that are
-answered."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at a folder in which nothing is left to read."""
+_PAUSE_SECONDS = 0.01
+"""Seconds between two looks at whether a request is still being answered."""
 RECENT = 4
 """Sessions whose calls are kept, because the page asks for one of them again and again."""
 _TABLES = ("calls", "events", "trained")
 _EVENT = (*EVENT_COLUMNS, "call_id", "path", "detail")
 
-Mark = tuple[int, ...]
-"""How often a session's row has changed, and the numbers of its rows in `_TABLES`: another one when
-it has grown."""
+RowCounts = tuple[int, ...]
+"""How often a session's row has changed, and the numbers of its rows in `_TABLES`. They differ when
+the session has grown."""
 
 
 class UnknownError(InputError):
@@ -49,7 +49,7 @@ class UnknownError(InputError):
 
 
 @dataclass
-class Found:
+class LoadedSession:
     """A session with its calls and its events."""
 
     recorded: RecordedSession
@@ -62,6 +62,12 @@ class Found:
         """The parents and reasons of `judge_calls`."""
         return judge_calls(self.recorded.calls)
 
+    def digest(self) -> SessionDigest:
+        """Count the session. Raises `LedgerError`."""
+        newest = self.trained[-1] if self.trained else None
+        traced = trace_session(self.recorded, TraceOptions())
+        return digest_session(traced, self.events, newest)
+
 
 @dataclass(slots=True)
 class Entry:
@@ -71,9 +77,8 @@ class Entry:
     session: Session | None = None
     """Its row; None when only calls were recorded so far."""
     row_changes: int = 0
-    mark: Mark | None = None
-    """Its mark when its calls were read; None before. With another one they have to be read again.
-    """
+    row_counts: RowCounts | None = None
+    """Those when its calls were read; None before. When others are found, they are read again."""
     digest: SessionDigest | None = None
     """None also when its calls cannot be read: `fault` says why."""
     fault: str = ""
@@ -95,10 +100,8 @@ class Overview:
     @property
     def progress(self) -> dict[str, int]:
         """How many sessions were read, or cannot be, of how many."""
-        return {
-            "sessions": sum(entry.mark is not None for entry in self.entries),
-            "of": len(self.entries),
-        }
+        read = sum(entry.row_counts is not None for entry in self.entries)
+        return {"sessions": read, "of": len(self.entries)}
 
 
 class RunReader:
@@ -120,20 +123,23 @@ class RunReader:
         """Held while the first index is made, and the tokenizer is loaded. Both take seconds."""
         self._lock = threading.RLock()
         """Guards all else."""
-        self._asking: list[bool] = []
-        """One for each request that is answered. A list changes in one step."""
+        self._answering = 0
+        """Number of requests that are being answered."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._sessions = SessionTable(run)
         self._indexes: dict[str, SessionIndex] = {}
+        """Table -> its index, of `_TABLES`; empty until `_make_indexes`."""
         self._entries: dict[str, Entry] = {}
         self._stale: deque[Entry] = deque()
-        self._look_at = 0.0
+        """Entries whose calls are to be read."""
         self._recent = lru_cache(RECENT)(self._load)
         self._further: list[dict[str, Any]] = []
-        self._trained: tuple[list[tuple[str, int]], list[TrainedSession]] = [], []
-        """Names and sizes of the files of the table `trained`, and what is in them."""
+        self._trained: list[TrainedSession] = []
+        self._trained_files: list[tuple[str, int]] = []
+        """Names and sizes of the files that `_trained` was read from."""
         self._fault = ""
+        """Why the thread cannot read on."""
 
     def start(self) -> None:
         """Begin to read the sessions, in a thread of its own; does nothing the second time."""
@@ -149,57 +155,62 @@ class RunReader:
             self._thread.join()
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
+    def pause_reading(self) -> Iterator[None]:
         """Keep the thread from reading on while a request is answered."""
-        self._asking.append(True)
+        with self._lock:
+            self._answering += 1
         try:
             yield
         finally:
-            self._asking.pop()
+            with self._lock:
+                self._answering -= 1
 
     def _work(self) -> None:
         while not self._closed.is_set():
-            if self._asking:
-                self._closed.wait(_REST_SECONDS)
-                continue
-            try:
-                more, fault = self.step(), ""
-                self.text()
-            except (RolltapError, OSError, pa.ArrowException) as error:
-                more, fault = False, str(error)
-            if fault != self._fault:
-                self._fault = fault
-                self._change()
-            if not more:
+            if self._answering:
+                self._closed.wait(_PAUSE_SECONDS)
+            elif not self._try_step():
                 self._closed.wait(LOOK_SECONDS)
+
+    def _try_step(self) -> bool:
+        """Read one session as `step`. What keeps it from that is shown as a fault of the run."""
+        has_read = False
+        fault = ""
+        try:
+            has_read = self.step()
+            self.text()
+        except (RolltapError, OSError, pa.ArrowException) as error:
+            fault = str(error)
+        if fault != self._fault:
+            self._fault = fault
+            self._change()
+        return has_read
 
     def step(self) -> bool:
         """Read one session that is new or has new rows. Return False when there was none."""
         self._make_indexes()
         with self._lock:
-            if not self._stale or time.monotonic() >= self._look_at:
+            if not self._stale:
                 self._look()
-                self._stale = deque(
-                    entry for entry in self._entries.values() if entry.mark != self._mark(entry)
-                )
-                self._look_at = time.monotonic() + LOOK_SECONDS
+                for entry in self._entries.values():
+                    if entry.row_counts != self._row_counts(entry):
+                        self._stale.append(entry)
             if not self._stale:
                 return False
-            entry = self._stale.popleft()
-            entry.mark, entry.fault = self._mark(entry), ""
-            try:
-                found = self._load(entry.session_id, entry.mark)
-                newest = found.trained[-1] if found.trained else None
-                entry.digest = digest_session(
-                    trace_session(found.recorded, TraceOptions()), found.events, newest
-                )
-            except (
-                Exception
-            ) as error:  # of one session, whose rows may hold anything: the others are read
-                reason = str(error) if isinstance(error, RolltapError | OSError) else repr(error)
-                entry.fault = f"session {entry.session_id} cannot be read: {reason}"
-            self._change(entry)
+            self._read(self._stale.popleft())
         return True
+
+    def _read(self, entry: Entry) -> None:
+        entry.row_counts = self._row_counts(entry)
+        entry.fault = ""
+        try:
+            entry.digest = self._load(entry.session_id, entry.row_counts).digest()
+        except Exception as error:  # the rows may hold anything; the other sessions are read
+            reason = repr(error)
+            if isinstance(error, RolltapError | OSError):
+                reason = str(error)
+            entry.fault = f"session {entry.session_id} cannot be read: {reason}"
+        self._change(entry)
 
     def _make_indexes(self) -> None:
         with self._once:
@@ -211,15 +222,11 @@ class RunReader:
     def _look(self) -> None:
         """Read what is new in all tables that have an index, and the rows of the sessions."""
         rows = self._sessions.refresh()
+        self._add_entries(rows)
         for index in self._indexes.values():
             index.refresh()
-        for each in (*rows, *(self._indexes["calls"].session_ids if self._indexes else ())):
-            if (
-                each is not None
-                and each not in self._entries
-                and (self._only is None or each in self._only)
-            ):
-                self._entries[each] = Entry(each)
+        if self._indexes:
+            self._add_entries(self._indexes["calls"].session_ids)
         for entry in self._entries.values():
             row = rows.get(entry.session_id)
             # a row that was only read again, after a compaction, is another object
@@ -228,10 +235,17 @@ class RunReader:
                 entry.row_changes += 1
                 self._change(entry)
 
-    def _change(self, *entries: Entry) -> None:
+    def _add_entries(self, session_ids: Collection[str | None]) -> None:
+        for session_id in session_ids:
+            if session_id is None or session_id in self._entries:
+                continue
+            if self._only is None or session_id in self._only:
+                self._entries[session_id] = Entry(session_id)
+
+    def _change(self, entry: Entry | None = None) -> None:
         with self._lock:
             self.version += 1
-            for entry in entries:
+            if entry is not None:
                 entry.version = self.version
 
     def changes(self, since: int) -> list[str]:
@@ -239,22 +253,22 @@ class RunReader:
         with self._lock:
             return [entry.session_id for entry in self._entries.values() if entry.version > since]
 
-    def _mark(self, entry: Entry) -> Mark:
-        return entry.row_changes, *(
-            index.count(entry.session_id) for index in self._indexes.values()
-        )
+    def _row_counts(self, entry: Entry) -> RowCounts:
+        counts = [index.count(entry.session_id) for index in self._indexes.values()]
+        return (entry.row_changes, *counts)
 
-    def _load(self, session_id: str, _: Mark) -> Found:
+    def _load(self, session_id: str, _: RowCounts) -> LoadedSession:
+        """Read a session. The counts are for the cache: with others it is read again."""
         try:
-            calls = rebuild_calls(self.run, session_id, self._indexes["calls"].batches(session_id))
             recorded = RecordedSession(
-                session_id=session_id, session=self._sessions.rows.get(session_id), calls=calls
+                session_id=session_id,
+                session=self._sessions.rows.get(session_id),
+                calls=rebuild_calls(
+                    self.run, session_id, self._indexes["calls"].batches(session_id)
+                ),
             )
-            return Found(
-                recorded,
-                self._events(session_id),
-                trained_steps(self._indexes["trained"], session_id),
-            )
+            trained = trained_steps(self._indexes["trained"], session_id)
+            return LoadedSession(recorded, self._events(session_id), trained)
         finally:
             self._close_files()
 
@@ -265,7 +279,7 @@ class RunReader:
         for index in self._indexes.values():
             index.close()
 
-    def session(self, session_id: str) -> Found:
+    def session(self, session_id: str) -> LoadedSession:
         """Return a session as it is now. Raises `UnknownError`, and `RunError` when it cannot be
         read."""
         self._make_indexes()
@@ -276,39 +290,48 @@ class RunReader:
                 raise UnknownError(
                     f"the run has no session {session_id[:200]!r}: go back to the list of sessions"
                 )
-            return self._recent(session_id, self._mark(entry))
+            return self._recent(session_id, self._row_counts(entry))
 
     def overview(self) -> Overview:
         """Return what is known of all sessions. Reads no calls."""
         with self._lock:
             self._look()
+            self._read_trained()
+            self._read_further()
             entries = list(self._entries.values())
-            faults = [
-                f"{name}, byte {offset}: {reason}; see `rolltap verify`"
-                for damage in (
-                    self._sessions.scan.damage,
-                    *(index.scan.damage for index in self._indexes.values()),
-                )
-                for name, places in damage.items()
-                for offset, reason in places.items()
-            ]
-            changed = self._sessions.changed
-            if changed:
-                faults.append(
-                    f"the rows of {len(changed)} sessions were changed after they were written "
-                    f"({min(changed)}, ...): their rewards are not used"
-                )
-            faults += filter(None, [self._fault, *(entry.fault for entry in entries)])
-            files = [(path.name, path.lstat().st_size) for path in run_files(self.run, "trained")]
-            if files != self._trained[0]:
-                self._trained = files, read_trained(self.run)
-            if self._indexes and self._only is None:
-                events = self._indexes["events"]
-                others = [each for each in events.session_ids if each not in self._entries]
-                if sum(map(events.count, others)) != len(self._further):
-                    self._further = [event for other in others for event in self._events(other)]
-                    self._close_files()
-            return Overview(entries, self._further, faults, self._trained[1])
+            return Overview(entries, self._further, self._faults(), self._trained)
+
+    def _faults(self) -> list[str]:
+        faults = []
+        for scan in (self._sessions.scan, *(index.scan for index in self._indexes.values())):
+            for name, damage in scan.damage.items():
+                for offset, reason in damage.items():
+                    faults.append(f"{name}, byte {offset}: {reason}; see `rolltap verify`")
+        changed = self._sessions.changed
+        if changed:
+            faults.append(
+                f"the rows of {len(changed)} sessions were changed after they were written "
+                f"({min(changed)}, ...): their rewards are not used"
+            )
+        further = [self._fault, *(entry.fault for entry in self._entries.values())]
+        return [*faults, *filter(None, further)]
+
+    def _read_trained(self) -> None:
+        files = [(path.name, path.lstat().st_size) for path in run_files(self.run, "trained")]
+        if files != self._trained_files:
+            self._trained = read_trained(self.run)
+            self._trained_files = files
+
+    def _read_further(self) -> None:
+        if not self._indexes or self._only is not None:
+            return
+        events = self._indexes["events"]
+        others = [each for each in events.session_ids if each not in self._entries]
+        if sum(map(events.count, others)) != len(self._further):
+            self._further = []
+            for other in others:
+                self._further += self._events(other)
+            self._close_files()
 
     def text(self) -> TokenText | str:
         """Return the text of the run's tokens, or why it is not known. The first time takes
@@ -321,13 +344,13 @@ class RunReader:
 
     def recording(self) -> bool:
         """Return True when a process has a segment of the run open."""
-        for path in (
-            path for table in ("sessions", *_TABLES) for path in run_files(self.run, table)
-        ):
-            try:
-                with locked(path) as lock:
-                    if lock is None:
-                        return True
-            except OSError:  # compacted, or on a file system without locks
-                continue
+        for table in ("sessions", *_TABLES):
+            for path in run_files(self.run, table):
+                try:
+                    with locked(path) as lock:
+                        is_open = lock is None
+                except OSError:  # compacted, or on a file system without locks
+                    continue
+                if is_open:
+                    return True
         return False

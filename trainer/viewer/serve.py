@@ -16,7 +16,9 @@ from rolltap.trainer.viewer.reader import RunReader
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises `InputError` for a port in use, and `OSError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     try:
         listening = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
@@ -38,7 +40,8 @@ async def serve(run: Path, *, host: str, port: int, say: Callable[[str], None]) 
     Raises `RunError` when the folder is not a run, `InputError` for a port in use, and `OSError`.
     """
     read_metadata(run)
-    token, reader = secrets.token_urlsafe(32), RunReader(run)
+    token = secrets.token_urlsafe(32)
+    reader = RunReader(run)
     with listen(host, port) as listening:
         app = make_app(reader, token, [host])
         config = uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False)

@@ -75,6 +75,14 @@ def test_a_file_has_every_answer_of_the_server(written, tmp_path):
     assert "api/compare?a=other&b=s" in answers
 
 
+def test_a_call_whose_prompt_is_its_parents_tokens_alone_has_them_once(tmp_path):
+    first = make_call(0, [1, 2], [3, 4])
+    folder = write_run(tmp_path / "run", first, make_call(1, [], [5], after=first), make_session())
+    rolltap.open_run(folder).view_file(tmp_path / "run.html", progress=False)
+    answers = answers_in((tmp_path / "run.html").read_text())
+    assert whole(answers, "api/sessions/s/calls/1")["call"]["prompt_ids"] == [1, 2, 3, 4]
+
+
 def test_a_file_opens_without_a_network_and_runs_nothing_but_the_page(written, tmp_path):
     rolltap.open_run(written).view_file(tmp_path / "run.html", progress=False)
     text = (tmp_path / "run.html").read_text()
