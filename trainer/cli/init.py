@@ -11,7 +11,7 @@ import click
 
 from rolltap.errors import InputError
 from rolltap.trainer.cli.options import FOLDER, command
-from rolltap.trainer.cli.rollout import name_of
+from rolltap.trainer.cli.record import name_of
 from rolltap.trainer.console import plain_console
 
 _EXAMPLE = Path(str(resources.files("rolltap.harnesses"))) / "own-agent"

@@ -19,13 +19,13 @@ except KeyboardInterrupt:  # Ctrl-C at once: these imports take most of the time
 
 COMMANDS = {
     "serve": ("train", "Start vLLM for recording and publishing."),
-    "record": ("rollout", "Run one COMMAND under the recorder, and exit with its status."),
+    "record": ("record", "Run one COMMAND under the recorder, and exit with its status."),
     "rerun": ("rerun", "Run a COMMAND again against SESSION of RUN, without an engine."),
     "fork": (
         "rerun",
         "Run the harness of SESSION of RUN again up to a call, and sample from there.",
     ),
-    "env": ("rollout", "Print the variables that send a program through a recorder."),
+    "env": ("record", "Print the variables that send a program through a recorder."),
     "doctor": (
         "doctor",
         "Try a program without an engine, or examine a model, and say what to set.",
@@ -33,7 +33,7 @@ COMMANDS = {
     "init": ("init", "Write a preset, a task with its judge and a recipe into FOLDER."),
     "tasks": ("tasks", "Work on tasks before a rollout."),
     "rollout": ("rollout", "Run every task several times and record it."),
-    "reward": ("rollout", "Give SESSION of RUN a reward."),
+    "reward": ("record", "Give SESSION of RUN a reward."),
     "judge": ("tasks", "Judge recorded sessions of RUN again, without running them."),
     "service": ("service", "Serve rollouts by HTTP."),
     "fleet": ("fleet", "See the nodes that run sessions on a Ray cluster."),
@@ -51,7 +51,7 @@ COMMANDS = {
     "split": ("edit", "Write the sessions of a RUN to several runs."),
     "filter": ("edit", "Write some sessions of a RUN to a new run."),
     "verify": ("runs", "Check a RUN for damage."),
-    "addon": ("rollout", "Print the path of the recorder's mitmproxy script."),
+    "addon": ("record", "Print the path of the recorder's mitmproxy script."),
 }
 """Command -> its module and its line of the help, in the order of work. A module is imported when
 its command runs."""

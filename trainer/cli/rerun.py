@@ -26,7 +26,8 @@ from rolltap.trainer.cli.options import (
     rollout_options,
     set_option,
 )
-from rolltap.trainer.cli.rollout import exit_status, program_of, report_rollout, run_program
+from rolltap.trainer.cli.record import exit_status, program_of, run_program
+from rolltap.trainer.cli.rollout import report_rollout
 from rolltap.trainer.console import plain_console
 from rolltap.trainer.names import counted
 

@@ -29,7 +29,7 @@ from rolltap.trainer.cli.options import (
     next_line,
     print_result,
 )
-from rolltap.trainer.cli.rollout import exit_status
+from rolltap.trainer.cli.record import exit_status
 from rolltap.trainer.console import plain_console, runs_first
 
 

@@ -29,7 +29,7 @@ from rolltap.trainer.rollouts.session import end_recorded
 from rolltap.trainer.rollouts.worker import given_tasks, roll_out
 from rolltap.trainer.service.serve import serve
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.traces.facts import model_places, on_loopback
+from rolltap.trainer.traces.facts import Facts, model_places, on_loopback
 
 if TYPE_CHECKING:
     from rolltap.trainer.doctor.diagnosis import Diagnosis
@@ -41,6 +41,7 @@ T = TypeVar("T")
 __all__ = [
     "EngineAdmin",
     "Engines",
+    "Facts",
     "Record",
     "RolloutConfig",
     "check_engines",

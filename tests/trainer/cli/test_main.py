@@ -68,6 +68,14 @@ def test_a_run_folder_that_is_not_there_has_one_message_in_all_commands(argument
     assert "Directory '/nowhere' does not exist." in ended.output
 
 
+def test_a_session_is_compared_by_the_same_options_when_it_is_recorded_and_when_it_is_rewarded():
+    options = []
+    for name in ("record", "reward"):
+        parameters = load(name).to_info_dict(click.Context(load(name)))["params"]
+        options.append([each for each in parameters if each["name"] in ("task", "group")])
+    assert options[0] == options[1] != []
+
+
 def test_a_table_that_is_no_file_is_a_warning_which_names_it_and_damage(tmp_path):
     (tmp_path / "calls-0.arrow").mkdir()
     write_metadata(tmp_path, {})

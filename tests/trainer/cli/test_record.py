@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from rolltap.trainer.cli.rollout import name_of
+from rolltap.trainer.cli.record import name_of
 from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.cli.program import ASK, ROLLTAP, run_rolltap
 
