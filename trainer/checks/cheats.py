@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
 
-from rolltap.trainer.judges.protected import taken_by_make
+from rolltap.trainer.judges.planted import taken_by_make
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from rolltap.trainer.judges.judge import judge
 from rolltap.trainer.judges.protected import judges_of, own_files, reachable_files
 from rolltap.trainer.judges.verdict import Judged, best_reward
 from rolltap.trainer.rollouts.check import fit_tasks, kept_check
-from rolltap.trainer.rollouts.workspace import Starts
+from rolltap.trainer.rollouts.preparation import Starts
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.git import git
 from rolltap.trainer.tasks.task import LLMJudge, Task
@@ -227,8 +227,8 @@ class _Trial:
         reached: set[str] = set()
         for spec in judges_of(self.task.effective_judge):
             if not isinstance(spec, LLMJudge):
-                own.update(own_files(folder, self.task, spec))
-                reached.update(reachable_files(folder, self.task, spec))
+                own.update(own_files(folder, spec))
+                reached.update(reachable_files(folder, spec))
         code = [path for path in self.solved or files if path.endswith((".py", ".sh"))]
         code = [path for path in code if path not in own]
         return Ground(folder, files, own, code, reached)

@@ -108,9 +108,7 @@ class Changes:
         """
         files = self.files
         tests = [path for path in files if path not in self.added and matches(path, TEST_FILES)]
-        planted = {
-            path for path in self.changed if matches(path.lower(), (*STARTUP, *RUNNER_FILES))
-        }
+        planted = set(filter(loads_by_itself, self.changed))
         planted |= {path for path, why in self.refused.items() if why in ("planted", "settings")}
         odd = {path for path, why in self.refused.items() if why in _ODD}
         environments = {
@@ -134,6 +132,11 @@ class Changes:
                 f"{_shown(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]
             ],
         }
+
+
+def loads_by_itself(path: str) -> bool:
+    """Return True for a path that Python, a test runner or a build tool loads by itself."""
+    return matches(path.lower(), (*STARTUP, *RUNNER_FILES))
 
 
 def printable(path: str) -> str:

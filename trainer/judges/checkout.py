@@ -38,7 +38,8 @@ from rolltap.trainer.judges.folders import (
     scan,
     write_file,
 )
-from rolltap.trainer.judges.protected import OneJudge, Stamp, own_files, read_only, select, stamp
+from rolltap.trainer.judges.planted import select
+from rolltap.trainer.judges.protected import OneJudge, Stamp, own_files, read_only, stamp
 from rolltap.trainer.judges.verdict import UnjudgedError
 from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
 from rolltap.trainer.tasks.git import git
@@ -380,7 +381,7 @@ def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -
     """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed
     ones first."""
     there = {*scan(workspace).files}
-    own = own_files(job.start.folder, job.task, spec) | laid
+    own = own_files(job.start.folder, spec) | laid
     return sorted(own & there, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
 
 

@@ -17,7 +17,8 @@ from rolltap.trainer.boxes.programs import SYSTEM
 from rolltap.trainer.boxes.runtime import BuildingRuntime, ImageRuntime, Runtime
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
-from rolltap.trainer.judges.protected import OneJudge, ambiguous, computed_makefiles, judges_of
+from rolltap.trainer.judges.planted import computed_makefiles
+from rolltap.trainer.judges.protected import OneJudge, ambiguous, judges_of
 from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
