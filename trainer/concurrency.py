@@ -68,7 +68,15 @@ async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     A thread cannot be cancelled. CancelledError is raised after the function has returned; an error
     of the function is its cause then.
     """
-    task = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    return await finished(asyncio.to_thread(function, *args, **kwargs))
+
+
+async def finished(awaitable: Awaitable[T]) -> T:
+    """Wait for the end of what is awaited, even when the caller is cancelled meanwhile.
+
+    CancelledError is raised after that end; an error is its cause then.
+    """
+    task = asyncio.ensure_future(awaitable)
     if await wait_for_end(task):
         raise asyncio.CancelledError from task.exception()
     return task.result()

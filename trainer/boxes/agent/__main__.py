@@ -1,4 +1,4 @@
-"""Has the boxes of one connection on a machine behind ssh. `boxes/remote/ssh.py` brings it there.
+"""Has the boxes of one connection on a machine behind ssh. `boxes/remote/connection.py` brings it there.
 
     python -m rolltap.trainer.boxes.agent FOLDER
 

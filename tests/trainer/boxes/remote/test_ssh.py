@@ -19,7 +19,7 @@ from rolltap.trainer.boxes.agent import __main__ as agent
 from rolltap.trainer.boxes.agent.__main__ import PREFIX
 from rolltap.trainer.boxes.engines.container import root_folder_digest
 from rolltap.trainer.boxes.inside import frames
-from rolltap.trainer.boxes.remote import ssh
+from rolltap.trainer.boxes.remote import connection, ssh
 from rolltap.trainer.boxes.remote.ssh import SshBox
 from rolltap.trainer.boxes.runtime import Ended, Mount
 from rolltap.trainer.judges.channel import Channel
@@ -295,7 +295,7 @@ async def test_a_silent_machine_without_a_forward_is_named(machine, tmp_path, st
     (tmp_path / "first").mkdir()
     async with runtime.box(spec_in(tmp_path / "first")):
         stop(below(psutil.Process()))
-        monkeypatch.setattr(ssh, "_FORWARD_SECONDS", 0.1)
+        monkeypatch.setattr(connection, "_FORWARD_SECONDS", 0.1)
         with pytest.raises(OSError, match=r"the machine .*@machine did not answer within 0\.1 s"):
             async with runtime.box(spec_in(tmp_path, name="next", proxy="127.0.0.1:9")):
                 pass
