@@ -30,22 +30,22 @@ from rolltap.trainer.runs.merge import merge_runs as _merge_runs
 from rolltap.trainer.runs.secrets import find_in_run
 from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
+from rolltap.trainer.runs.views.calls import CallView, view_call
 from rolltap.trainer.runs.views.check import CheckReport, check_run
 from rolltap.trainer.runs.views.compare import Difference
 from rolltap.trainer.runs.views.compare import compare_sessions as first_difference
 from rolltap.trainer.runs.views.evaluation import Comparison, compare_sessions
 from rolltap.trainer.runs.views.inspect import (
-    CallView,
     SessionView,
     find_session,
     find_session_id,
-    load_decoder,
-    view_call,
     view_session,
 )
-from rolltap.trainer.runs.views.report import Sort as Sort
-from rolltap.trainer.runs.views.report import Summary, follow_sessions, summarize
+from rolltap.trainer.runs.views.report import Summary, summarize
 from rolltap.trainer.runs.views.score import ScoreReport, Teacher, score_run
+from rolltap.trainer.runs.views.sessions import Sort as Sort
+from rolltap.trainer.runs.views.sessions import follow_sessions
+from rolltap.trainer.runs.views.text import load_decoder
 from rolltap.trainer.runs.views.training import read_training as read_training
 from rolltap.trainer.traces.build import TRAINED_ROLES as TRAINED_ROLES
 from rolltap.trainer.traces.build import Strategy as Strategy

@@ -25,6 +25,8 @@ from rolltap.trainer.runs.import_calls import ImportSummary as ImportSummary
 from rolltap.trainer.runs.merge import LeftBehind as LeftBehind
 from rolltap.trainer.runs.verify import Finding as Finding
 from rolltap.trainer.runs.verify import Verification as Verification
+from rolltap.trainer.runs.views.calls import CallView as CallView
+from rolltap.trainer.runs.views.calls import Divergence as Divergence
 from rolltap.trainer.runs.views.check import CheckReport as CheckReport
 from rolltap.trainer.runs.views.check import CheckRow as CheckRow
 from rolltap.trainer.runs.views.check import ScoredToken as ScoredToken
@@ -33,8 +35,6 @@ from rolltap.trainer.runs.views.evaluation import Comparison as Comparison
 from rolltap.trainer.runs.views.evaluation import Interval as Interval
 from rolltap.trainer.runs.views.evaluation import PassRow as PassRow
 from rolltap.trainer.runs.views.inspect import CallNode as CallNode
-from rolltap.trainer.runs.views.inspect import CallView as CallView
-from rolltap.trainer.runs.views.inspect import Divergence as Divergence
 from rolltap.trainer.runs.views.inspect import SessionView as SessionView
 from rolltap.trainer.runs.views.outcomes import MixedGroup as MixedGroup
 from rolltap.trainer.runs.views.outcomes import OutcomeRow as OutcomeRow
@@ -42,11 +42,11 @@ from rolltap.trainer.runs.views.outcomes import PartRow as PartRow
 from rolltap.trainer.runs.views.outcomes import ProvenanceRow as ProvenanceRow
 from rolltap.trainer.runs.views.outcomes import SuspicionRow as SuspicionRow
 from rolltap.trainer.runs.views.outcomes import TaskRow as TaskRow
-from rolltap.trainer.runs.views.report import SessionRow as SessionRow
-from rolltap.trainer.runs.views.report import Sort as Sort
+from rolltap.trainer.runs.views.outcomes import VersionRewards as VersionRewards
 from rolltap.trainer.runs.views.report import Summary as Summary
-from rolltap.trainer.runs.views.report import VersionRewards as VersionRewards
 from rolltap.trainer.runs.views.score import ScoreReport as ScoreReport
+from rolltap.trainer.runs.views.sessions import SessionRow as SessionRow
+from rolltap.trainer.runs.views.sessions import Sort as Sort
 from rolltap.trainer.runs.views.training import StepRow as StepRow
 from rolltap.trainer.runs.views.training import TrainingView as TrainingView
 from rolltap.trainer.service.client import Event as Event

@@ -19,7 +19,8 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.names import Version, counted, file_name, some
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.runs.views.evaluation import pass_rows, rewards_of
+from rolltap.trainer.runs.views.evaluation import pass_rows
+from rolltap.trainer.runs.views.outcomes import task_rewards
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
 from rolltap.trainer.service.node import ServiceWorker
 from rolltap.trainer.tasks.sources import load_tasks
@@ -117,7 +118,7 @@ class Evaluations:
                 what = f"none of the {number} sessions of the evaluation of {version}"
                 self._say(f"warning: {what} has a reward")
             return {}
-        rewards = rewards_of(sessions)
+        rewards = task_rewards(sessions)
         means = {name: fmean(given) for name, given in rewards.items()}
         mean = fmean(means.values())
         metrics = {

@@ -17,7 +17,7 @@ from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.door import open_file
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import batch_rows, read_batches
-from rolltap.trainer.runs.views.report import VersionRewards, reward_steps
+from rolltap.trainer.runs.views.outcomes import VersionRewards, reward_steps
 from rolltap.trainer.runs.views.text import TokenText
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
 from rolltap.trainer.traces.reader import load_sessions

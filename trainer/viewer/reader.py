@@ -22,7 +22,7 @@ from rolltap.addons.store.records import Session
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import run_files
 from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS
-from rolltap.trainer.runs.views.report import SessionDigest, digest_session
+from rolltap.trainer.runs.views.sessions import SessionDigest, digest_session
 from rolltap.trainer.runs.views.text import TokenText, load_text
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import LeftOut

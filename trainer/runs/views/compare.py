@@ -9,7 +9,6 @@ with its last call.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.runs.views.inspect import AFTER, BEFORE, load_decoder, message_text, written
+from rolltap.trainer.runs.views.calls import NEAR, message_text, written
+from rolltap.trainer.runs.views.text import load_decoder
 from rolltap.trainer.traces.conversations import (
     CallConversation,
     Message,
@@ -54,92 +54,108 @@ class Difference(JupyterMixin):
         return {"a": self.a, "b": self.b, "messages": self.messages, "tokens": self.tokens}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if (messages := self.messages) is None:
+        messages = self.messages
+        if messages is None:
             yield Text("All messages are the same.", "bold")
         else:
             yield Text(f"The first {messages['common']} messages are the same.", "bold")
-            for name, message in ((self.a, messages["a"]), (self.b, messages["b"])):
-                yield Text(f"{name}: ", "cyan").append_text(
-                    Text("ended") if message is None else message_text(message)
-                )
-        if (tokens := self.tokens) is None:
+            yield _next_message(self.a, messages["a"])
+            yield _next_message(self.b, messages["b"])
+        tokens = self.tokens
+        if tokens is None:
             yield Text("All tokens are the same.", "bold")
-        else:
-            decode = load_decoder(self.run) if self.run is not None else None
-            where = f"of call {tokens['call_a']} and call {tokens['call_b']}"
-            yield Text(f"The first {tokens['position']} tokens {where} are the same.", "bold")
-            for name, part in (("common", "common"), (self.a, "a"), (self.b, "b")):
-                yield Text(f"  {name}  {written(tokens[part], decode)}")
+            return
+        decode = None
+        if self.run is not None:
+            decode = load_decoder(self.run)
+        where = f"of call {tokens['call_a']} and call {tokens['call_b']}"
+        yield Text(f"The first {tokens['position']} tokens {where} are the same.", "bold")
+        yield Text(f"  common  {written(tokens['common'], decode)}")
+        yield Text(f"  {self.a}  {written(tokens['a'], decode)}")
+        yield Text(f"  {self.b}  {written(tokens['b'], decode)}")
+
+
+def _next_message(session_id: str, message: Message | None) -> Text:
+    text = Text(f"{session_id}: ", "cyan")
+    if message is None:
+        return text.append_text(Text("ended"))
+    return text.append_text(message_text(message))
 
 
 def compare_sessions(a: RecordedSession, b: RecordedSession, run: Path | None = None) -> Difference:
     """Return the first difference of two sessions of the folder `run`."""
-    return Difference(
-        a.session_id, b.session_id, _messages(a.calls, b.calls), _tokens(a.calls, b.calls), run
-    )
+    messages = _differing_messages(a, b)
+    return Difference(a.session_id, b.session_id, messages, _differing_tokens(a, b), run)
 
 
 def main_line(calls: Sequence[Call]) -> list[Call]:
     """Return the completed calls of role `agent` that no later answer superseded. `calls` are in
     `start_order`."""
-    superseded = link_calls(calls)[1]
-    agents = (
-        i for i, call in enumerate(calls) if call.role == "agent" and call.status == "completed"
-    )
-    return [calls[i] for i in agents if i not in superseded]
+    _, superseded = link_calls(calls)
+    line = []
+    for number, call in enumerate(calls):
+        if call.role == "agent" and call.status == "completed" and number not in superseded:
+            line.append(call)
+    return line
 
 
-def _messages(a: Sequence[Call], b: Sequence[Call]) -> dict[str, Any] | None:
-    first, second = (
-        {each.call.call_id: each for each in rebuild_conversations(calls)} for calls in (a, b)
-    )
+def _differing_messages(a: RecordedSession, b: RecordedSession) -> dict[str, Any] | None:
+    first = {each.call.call_id: each for each in rebuild_conversations(a.calls)}
+    second = {each.call.call_id: each for each in rebuild_conversations(b.calls)}
     for one, other in _pairs(a, b):
-        ours, theirs = _conversation(first[one.call_id]), _conversation(second[other.call_id])
-        same = takewhile(
-            lambda pair: _comparable(pair[0]) == _comparable(pair[1]),
-            zip(ours, theirs, strict=False),
-        )
-        if (common := sum(1 for _ in same)) < max(len(ours), len(theirs)):
-            next_a, next_b = (next(iter(each[common:]), None) for each in (ours, theirs))
-            return {"common": common, "a": next_a, "b": next_b}
+        ours = _messages(first[one.call_id])
+        theirs = _messages(second[other.call_id])
+        common = 0
+        for our, their in zip(ours, theirs, strict=False):
+            if _comparable(our) != _comparable(their):
+                break
+            common += 1
+        if common < max(len(ours), len(theirs)):
+            next_ours = next(iter(ours[common:]), None)
+            next_theirs = next(iter(theirs[common:]), None)
+            return {"common": common, "a": next_ours, "b": next_theirs}
     return None
 
 
-def _tokens(a: Sequence[Call], b: Sequence[Call]) -> dict[str, Any] | None:
+def _differing_tokens(a: RecordedSession, b: RecordedSession) -> dict[str, Any] | None:
     for one, other in _pairs(a, b):
-        ours, theirs = ([*call.prompt_ids, *call.completion_ids] for call in (one, other))
-        if (at := common_length(pack(ours), pack(theirs))) < max(len(ours), len(theirs)):
-            found = {"position": at, "call_a": one.call_id, "call_b": other.call_id}
+        ours = [*one.prompt_ids, *one.completion_ids]
+        theirs = [*other.prompt_ids, *other.completion_ids]
+        position = common_length(pack(ours), pack(theirs))
+        if position < max(len(ours), len(theirs)):
             return {
-                **found,
-                "common": ours[max(at - BEFORE, 0) : at],
-                "a": ours[at:][:AFTER],
-                "b": theirs[at:][:AFTER],
+                "position": position,
+                "call_a": one.call_id,
+                "call_b": other.call_id,
+                "common": ours[max(position - NEAR, 0) : position],
+                "a": ours[position : position + NEAR],
+                "b": theirs[position : position + NEAR],
             }
     return None
 
 
-def _pairs(a: Sequence[Call], b: Sequence[Call]) -> Iterator[tuple[Call, Call]]:
+def _pairs(a: RecordedSession, b: RecordedSession) -> Iterator[tuple[Call, Call]]:
     """Yield the calls of both main lines, side by side."""
-    ours, theirs = main_line(a), main_line(b)
-    for number in range(max(len(ours), len(theirs)) if ours and theirs else 0):
-        yield ours[min(number, len(ours) - 1)], theirs[min(number, len(theirs) - 1)]
+    ours = main_line(a.calls)
+    theirs = main_line(b.calls)
+    if ours and theirs:
+        for number in range(max(len(ours), len(theirs))):
+            yield ours[min(number, len(ours) - 1)], theirs[min(number, len(theirs) - 1)]
 
 
-def _conversation(conversation: CallConversation) -> list[Message]:
+def _messages(conversation: CallConversation) -> list[Message]:
     """Return the messages of a call and its reply."""
-    return [
-        on_the_wire(each)
-        for each in (*conversation.messages(), conversation.reply)
-        if each is not None
-    ]
+    messages = conversation.messages()
+    if conversation.reply is not None:
+        messages.append(conversation.reply)
+    return list(map(on_the_wire, messages))
 
 
 def _comparable(message: Message) -> str:
     """Return a message as text, without the ids of tool calls, which are other ones in each
     session."""
-    kept: dict[str, Any] = {
-        key: value for key, value in message.items() if key not in ("tool_call_id", "tool_calls")
-    }
-    kept["tool_calls"] = [call["function"] for call in message.get("tool_calls") or []]
-    return json.dumps(kept, sort_keys=True)
+    compared = dict(message)
+    compared.pop("tool_call_id", None)
+    calls = message.get("tool_calls") or []
+    compared["tool_calls"] = [call["function"] for call in calls]
+    return json.dumps(compared, sort_keys=True)

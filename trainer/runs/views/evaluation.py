@@ -8,8 +8,8 @@ every spread is as likely as another one. Those of a difference are Student's t 
 few tasks they have Jeffreys' prior for rewards of 0 and 1, and else Student's t over the sessions.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
@@ -23,8 +23,8 @@ from rich.table import Table
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.names import some
-from rolltap.trainer.runs.views.outcomes import make_table
-from rolltap.trainer.traces.sessions import session_reward
+from rolltap.trainer.runs.views.outcomes import task_rewards
+from rolltap.trainer.runs.views.tables import make_table
 
 SOLVED = 1.0
 FEW_TASKS = 5
@@ -61,15 +61,6 @@ class PassRow:
     tasks: int
     pass_at: Interval
     pass_all: Interval
-
-
-def rewards_of(sessions: Iterable[Session]) -> dict[str, list[float]]:
-    """Return task id -> the rewards of its sessions, in their order."""
-    rewards: defaultdict[str, list[float]] = defaultdict(list)
-    for session in sessions:
-        if (reward := session_reward(session)) is not None and session.task_id:
-            rewards[session.task_id].append(reward)
-    return dict(rewards)
 
 
 def pass_rows(rewards: Mapping[str, Sequence[float]]) -> list[PassRow]:
@@ -250,7 +241,7 @@ def compare_sessions(first: Sequence[Session], second: Sequence[Session]) -> Com
                 f" ({some(sorted(versions))}): take sessions of one with `rolltap filter"
                 " --policy-version`"
             )
-    one, two = rewards_of(first), rewards_of(second)
+    one, two = task_rewards(first), task_rewards(second)
     both = sorted(one.keys() & two.keys())
     if not both:
         raise InputError("no task has sessions with a reward in both runs")

@@ -1,33 +1,25 @@
-"""A run in numbers: counts, rewards by policy version, one line a session, the ledger; and its
-rewards as a picture.
+"""A run in numbers: counts, rewards by policy version, one line a session, the ledger.
 
 `rich` prints a summary as tables.
 """
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from rolltap.addons.store.index import SessionIndex, TableScan
-from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Call, CallKind, Session
-from rolltap.addons.store.rewards import make_session
-from rolltap.addons.store.tables import batch_rows
+from rolltap.addons.store.index import SessionIndex
 from rolltap.trainer.console import IdTable
-from rolltap.trainer.names import Version
-from rolltap.trainer.runs.views.evaluation import PassRow, pass_rows, pass_table, rewards_of
-from rolltap.trainer.runs.views.inspect import find_id, session_events, session_suspicions
+from rolltap.trainer.runs.views.evaluation import PassRow, pass_rows, pass_table
+from rolltap.trainer.runs.views.inspect import find_id
 from rolltap.trainer.runs.views.outcomes import (
     MixedGroup,
     OutcomeRow,
@@ -35,22 +27,45 @@ from rolltap.trainer.runs.views.outcomes import (
     ProvenanceRow,
     SuspicionRow,
     TaskRow,
-    make_table,
+    VersionRewards,
     mixed_groups,
-    named_counts,
-    number,
     outcome_rows,
-    outcome_tables,
     part_rows,
     provenance_rows,
+    reward_steps,
     suspicion_rows,
+    task_rewards,
     task_rows,
 )
+from rolltap.trainer.runs.views.sessions import (
+    Events,
+    SessionDigest,
+    SessionRow,
+    Sort,
+    count_rows,
+    digest_session,
+    session_events,
+    session_table,
+    sort_key,
+)
+from rolltap.trainer.runs.views.tables import (
+    MOST_ROWS,
+    add_rows,
+    cut_note,
+    make_table,
+    named_counts,
+    number,
+)
 from rolltap.trainer.runs.views.training import StepRow, step_rows, step_table
-from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, cached_prompts
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger
 from rolltap.trainer.traces.reader import load_sessions
-from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.traces.trained import TrainedSession, read_trained
+
+_MOST_NAMED = 3
+"""Most groups that the warning of mixed groups names."""
+_SHORT = 12
+"""Characters of a digest that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,117 +82,6 @@ class CacheRow:
     unused: bool
     """True when next to nothing of the parents' tokens came from the cache: see
     `CachedPrompts.unused`."""
-
-
-def cache_table(rows: Sequence[CacheRow]) -> Table:
-    """Return the table, with a caption when a cache is next to unused."""
-    shares = ["" if row.share is None else f"{row.share:.1%}" for row in rows]
-    cells = [
-        (row.harness, row.kind, row.prompts.prompt_tokens, share)
-        for row, share in zip(rows, shares, strict=True)
-    ]
-    table = make_table(
-        "prompt tokens from the engine's prefix cache",
-        ("harness", "prompts", "tokens", "cached"),
-        cells,
-    )
-    unused = sorted({row.harness or "unknown" for row in rows if row.unused})
-    if unused:
-        table.caption = Text(
-            f"Continued calls ({', '.join(unused)}) take next to nothing from the cache: each turn"
-            " computes its whole prompt again. Check that the engine caches prefixes of this model"
-            " (--enable-prefix-caching), has memory for them, and that sessions stay on one"
-            " engine.",
-            "red",
-        )
-    return table
-
-
-MOST_SESSIONS = 50
-"""Most rows that the printed table of sessions has."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRow:
-    """Counts of one session. What is of the session's row is None when only its calls were
-    recorded.
-
-    Attributes:
-        ledger: As the newest optimizer step trained its tokens; as a training would, when no step
-            took the session.
-        suspicions: Rule -> count.
-        step: The newest optimizer step that took the session, by the table `trained`; None when
-            there is none.
-        advantage, reason: Those of the session in that step.
-    """
-
-    session_id: str
-    task_id: str | None
-    group_id: str | None
-    harness: str | None
-    status: str | None
-    reward: float | None
-    calls: int
-    bridged: int
-    rendered: int
-    ledger: Ledger
-    suspicions: dict[str, int]
-    step: int | None = None
-    advantage: float | None = None
-    reason: str | None = None
-
-
-Sort = Literal["started", "reward", "tokens", "calls", "task"]
-"""Orders of sessions: by their start, the highest reward, the most tokens or calls first, or by
-task."""
-
-
-_ORDERS: dict[Sort, Callable[[SessionRow], Any]] = {
-    "started": lambda row: 0,
-    "reward": lambda row: (row.reward is None, -(row.reward or 0.0)),
-    "tokens": lambda row: -row.ledger.sampled,
-    "calls": lambda row: -row.calls,
-    "task": lambda row: row.task_id or "",
-}
-
-
-def session_table(rows: Sequence[SessionRow]) -> Table:
-    """Return the table of the first `MOST_SESSIONS` sessions. The column of suspicions is there if
-    one has any."""
-    suspected = any(row.suspicions for row in rows)
-    columns = ["session", "status", "reward", "calls", "tokens", "harness", "bridged/rendered"]
-    columns += ["suspicions"] if suspected else []
-    cut = (
-        f"the first {MOST_SESSIONS} of {len(rows)}; --json has all"
-        if len(rows) > MOST_SESSIONS
-        else None
-    )
-    table = IdTable(
-        *columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False
-    )
-    for row in rows[:MOST_SESSIONS]:
-        table.add_row(
-            Text(row.session_id),
-            row.status or "",
-            number(row.reward),
-            str(row.calls),
-            str(row.ledger.sampled),
-            Text(row.harness or ""),
-            f"{row.bridged}/{row.rendered}",
-            *([Text("/".join(row.suspicions), overflow="fold")] if suspected else []),
-        )
-    return table
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRewards:
-    """Rewards of the sessions of one policy version."""
-
-    policy_version: str
-    """As `weights_name` returns it."""
-    sessions: int
-    mean_reward: float | None
-    best_reward: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,270 +149,102 @@ class Summary(JupyterMixin):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.steps:
-            columns = ("policy version", "sessions", "mean reward", "best reward")
-            steps = [
-                (s.policy_version, s.sessions, number(s.mean_reward), number(s.best_reward))
-                for s in self.steps
-            ]
-            yield make_table("reward", columns, steps)
+            yield _version_table(self.steps)
         if self.session_rows:
             yield session_table(self.session_rows)
         if self.trained:
             yield step_table(self.trained)
         yield _count_table(self)
-        yield from outcome_tables(
-            self.outcomes, self.tasks, self.parts, self.suspicions, self.provenance, self.mixed
-        )
+        if self.outcomes:
+            yield _reward_table("outcome", self.outcomes)
+        if self.tasks:
+            yield _reward_table("task", self.tasks)
+        if self.parts:
+            means = [(row.name, row.sessions, number(row.mean)) for row in self.parts]
+            yield make_table("parts of the rewards", ("part", "sessions", "mean"), means)
+        if self.suspicions:
+            columns = ("rule", "sessions", "matches", "looks for")
+            matched = [astuple(row)[:-1] for row in self.suspicions]
+            yield make_table("suspicions: no proof, look at the sessions", columns, matched)
+        if any(row.harness_version or row.runtime for row in self.provenance):
+            yield _provenance_table(self.provenance, self.mixed)
         if self.passes:
             yield pass_table(self.passes, len(self.tasks))
         if self.cache:
-            yield cache_table(self.cache)
+            yield _cache_table(self.cache)
         if self.rendered:
-            yield make_table(
-                "", ("why prompts were rendered", "calls"), Counter(self.rendered).most_common()
-            )
+            reasons = Counter(self.rendered).most_common()
+            yield make_table("", ("why prompts were rendered", "calls"), reasons)
 
 
-@dataclass(frozen=True, slots=True)
-class SessionDigest:
-    """One session in counts, without its calls: the summary of a run is made of these.
-
-    Attributes:
-        session: The session's row; None when only its calls were recorded.
-        counts: Name of a count of `Summary`, or `events` -> its values -> how often the session has
-            them.
-        cached: Kind of call -> its prompts.
-        started_at: Start of the session; of its first call when it has no row.
-    """
-
-    row: SessionRow
-    session: Session | None = field(repr=False)
-    counts: dict[str, Counter[str]] = field(repr=False)
-    cached: dict[CallKind, CachedPrompts] = field(repr=False)
-    started_at: datetime
+def _version_table(rows: Iterable[VersionRewards]) -> Table:
+    table = make_table("reward", ("policy version", "sessions", "mean reward", "best reward"), ())
+    for row in rows:
+        rewards = (number(row.mean_reward), number(row.best_reward))
+        add_rows(table, [(row.policy_version, row.sessions, *rewards)])
+    return table
 
 
-def digest_session(
-    traced: TracedSession,
-    events: Sequence[Mapping[str, Any]],
-    trained: TrainedSession | None = None,
-) -> SessionDigest:
-    """Return the digest of a session and its `session_events`. `trained` is the session in its
-    newest step."""
-    session, calls = traced.recorded.session, traced.recorded.calls
-    kinds = Counter[str](call.kind for call in calls)
-    row = SessionRow(
-        session_id=traced.recorded.session_id,
-        **{
-            name: getattr(session, name, None)
-            for name in ("task_id", "group_id", "harness", "status")
-        },
-        reward=traced.reward,
-        calls=len(calls),
-        bridged=kinds["bridged"],
-        rendered=kinds["rendered"],
-        ledger=trained.ledger if trained else traced.rewarded().ledger,
-        suspicions=session_suspicions(traced.recorded, events),
-        **{name: getattr(trained, name, None) for name in ("step", "advantage", "reason")},
-    )
-    counts = {
-        "calls": Counter[str](call.status for call in calls),
-        "kinds": kinds,
-        "rendered": Counter(
-            _without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered"
-        ),
-        "roles": Counter[str](call.role for call in calls),
-        "violations": Counter(call.violation for call in calls if call.violation),
-        **_count_events(events, calls),
-    }
-    return SessionDigest(
-        row=row,
-        session=session,
-        counts=counts,
-        cached=cached_prompts(calls),
-        started_at=session.started_at if session else calls[0].started_at,
-    )
+def _reward_table(what: str, rows: Sequence[OutcomeRow] | Sequence[TaskRow]) -> Table:
+    title = f"{what}s{cut_note(rows, ': {}')}"
+    table = IdTable(what, "sessions", "with a reward", "mean reward", title=title)
+    for row in rows[:MOST_ROWS]:
+        *counts, mean = astuple(row)
+        add_rows(table, [(*counts, number(mean, ""))])
+    return table
 
 
-def summarize(
-    run: Path, *, task: str | None = None, group: str | None = None, sort: Sort = "started"
-) -> Summary:
-    """Return the summary of a run; with `task` or `group`, an id or a unique prefix, of the
-    sessions that have it.
-
-    Events without a session are then left out. Memory is that of one session.
-
-    Raises `RunError` when the folder cannot be read, `InputError` for a task or group that it does
-    not have, and `LedgerError`.
-    """
-    sessions = None if task is None and group is None else chosen_sessions(run, task, group)
-    trained = read_trained(run)
-    newest = {each.session_id: each for each in trained}
-    with SessionIndex(run, "events") as index:
-        digests = []
-        for traced in iter_traces(run, TraceOptions(), sessions):
-            session_id = traced.recorded.session_id
-            digests.append(
-                digest_session(traced, session_events(index, session_id), newest.get(session_id))
-            )
-        others = (
-            set(index.session_ids) - {digest.row.session_id for digest in digests}
-            if sessions is None
-            else ()
+def _provenance_table(rows: Iterable[ProvenanceRow], mixed: Sequence[MixedGroup]) -> Table:
+    columns = ("harness", "version", "program", "runtime", "image", "sessions")
+    shown = [replace(row, program_digest=row.program_digest[:_SHORT]) for row in rows]
+    table = make_table("provenance", columns, map(astuple, shown))
+    if mixed:
+        named = "; ".join(map(_named_values, mixed[:_MOST_NAMED]))
+        if len(mixed) > _MOST_NAMED:
+            named += " …"
+        table.caption = Text(
+            f"{len(mixed)} groups mix programs, tasks or places, so that their rewards compare"
+            f" these and not the policy: {named}",
+            "red",
         )
-        further = [event for session_id in others for event in session_events(index, session_id)]
-    summary = summarize_digests(digests, further, trained)
-    return replace(summary, session_rows=sorted(summary.session_rows, key=_ORDERS[sort]))
+    return table
 
 
-def chosen_sessions(run: Path, task: str | None, group: str | None) -> set[str]:
-    """Return the ids of the sessions of a task and a group, if given. Raises `InputError` for one
-    without sessions."""
-    chosen = list(load_sessions(run).values())
-    for name, prefix in (("task", task), ("group", group)):
-        if prefix is not None:
-            values = {getattr(session, f"{name}_id") for session in chosen} - {""}
-            value = find_id(prefix, values, name, str(run))
-            chosen = [session for session in chosen if getattr(session, f"{name}_id") == value]
-    return {session.session_id for session in chosen}
+def _named_values(group: MixedGroup) -> str:
+    values = [f"{name} {' and '.join(found)}" for name, found in group.values.items()]
+    return f"{group.group_id}: {', '.join(values)}"
 
 
-def follow_sessions(
-    run: Path, task: str | None = None, group: str | None = None, *, wait: Callable[[], object]
-) -> Iterator[Session]:
-    """Yield the rows of the sessions, then each further one; `wait` is called when there is none.
-    It does not end.
-
-    `task` and `group` are whole ids: no session may have them yet. Raises `RunError` when the
-    folder cannot be read.
-    """
-    read_metadata(run)
-    scan, seen = TableScan(run, "sessions"), set[tuple[str, int]]()
-    while True:
-        for commits in scan.new():
-            for row in (row for _, batch in commits.batches for row in batch_rows(batch)):
-                session = make_session(row)
-                key = session.session_id, session.revision  # a compacted file is read again
-                if (
-                    key not in seen
-                    and task in (None, session.task_id)
-                    and group in (None, session.group_id)
-                ):
-                    seen.add(key)
-                    yield session
-        wait()
-
-
-def summarize_digests(
-    digests: Iterable[SessionDigest],
-    further: Sequence[Mapping[str, Any]] = (),
-    trained: Sequence[TrainedSession] = (),
-) -> Summary:
-    """Return the summary of sessions, of `further` events, of no session among them, and of the
-    steps that took them.
-
-    `trained` are the sessions of the run's optimizer steps, by step; others may be among them.
-    """
-    digests = sorted(digests, key=lambda digest: (digest.started_at, digest.row.session_id))
-    rows = [digest.row for digest in digests]
-    sessions = [digest.session for digest in digests if digest.session is not None]
-    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for counted in [*(digest.counts for digest in digests), _count_events(further)]:
-        for name, values in counted.items():
-            counts[name].update(values)
-    cached: defaultdict[tuple[str, str], CachedPrompts] = defaultdict(CachedPrompts)
-    for digest in digests:
-        for kind, prompts in digest.cached.items():
-            cached[digest.row.harness or "", kind] += prompts
-    kinds = counts["events"]
-    return Summary(
-        sessions=dict(Counter(session.status for session in sessions)),
-        **{
-            name: dict(counts[name])
-            for name in ("calls", "kinds", "rendered", "roles", "violations", "refused")
-        },
-        uncaptured_calls=kinds["uncaptured"],
-        retried=kinds["joined"] + kinds["replayed"],
-        continued=kinds["continued"],
-        switched=kinds["switched"],
-        rejected=kinds["rejected"] + kinds["unreadable"],
-        hidden=kinds["hidden"],
-        faults=kinds["fault"],
-        unauthorised=kinds["unauthorised"],
-        interrupted=kinds["interrupted"],
-        ledger=sum((row.ledger for row in rows), Ledger()),
-        steps=reward_steps(sessions),
-        cache=[
-            CacheRow(*key, prompts, prompts.share, prompts.unused)
-            for key, prompts in sorted(cached.items())
-        ],
-        outcomes=outcome_rows(sessions),
-        tasks=task_rows(sessions),
-        # a training has sessions of many policies
-        passes=(
-            pass_rows(rewards_of(sessions))
-            if len({session.policy_version for session in sessions}) == 1
-            else []
-        ),
-        parts=part_rows(sessions),
-        suspicions=suspicion_rows(row.suspicions for row in rows),
-        provenance=provenance_rows(sessions),
-        mixed=mixed_groups(sessions),
-        session_rows=rows,
-        # a training from recorded runs has the steps, and no sessions of its own
-        trained=step_rows(trained, {row.session_id for row in rows} or None),
-    )
-
-
-def _count_events(
-    events: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()
-) -> dict[str, Counter[str]]:
-    """Count events by kind, and calls that began and are not among `calls` as `interrupted`."""
-    kinds = Counter[str](event["kind"] for event in events)
-    began = {event["call_id"] for event in events if event["kind"] == "call_started"}
-    kinds["interrupted"] = len(began - {call.call_id for call in calls})
-    return {
-        "events": kinds,
-        "refused": Counter(event["host"] for event in events if event["kind"] == "refused"),
-    }
-
-
-def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
-    """Return one entry per policy version, in the order of first use. A fault has no reward."""
-    versions: defaultdict[str, list[Session]] = defaultdict(list)
-    for session in sorted(sessions, key=lambda session: session.started_at):
-        versions[weights_name(session)].append(session)
-    steps = []
-    for version, group in versions.items():
-        rewards = [reward for reward in map(session_reward, group) if reward is not None]
-        mean, best = (fmean(rewards), max(rewards)) if rewards else (None, None)
-        steps.append(VersionRewards(version, len(group), mean, best))
-    return steps
-
-
-def weights_name(session: Session) -> str:
-    """Return the policy version of a session without its attempt: the attempts at a step have the
-    same weights.
-
-    A version of another form stays as it is. Without one the name is `default`, as in vLLM.
-    """
-    name = session.policy_version or "default"
-    version = Version.parse(name)
-    return f"{version.run}.{version.step}" if version else name
+def _cache_table(rows: Sequence[CacheRow]) -> Table:
+    """Return the table, with a caption when a cache is next to unused."""
+    columns = ("harness", "prompts", "tokens", "cached")
+    table = make_table("prompt tokens from the engine's prefix cache", columns, ())
+    for row in rows:
+        share = ""
+        if row.share is not None:
+            share = f"{row.share:.1%}"
+        add_rows(table, [(row.harness, row.kind, row.prompts.prompt_tokens, share)])
+    unused = sorted({row.harness or "unknown" for row in rows if row.unused})
+    if unused:
+        table.caption = Text(
+            f"Continued calls ({', '.join(unused)}) take next to nothing from the cache: each turn"
+            " computes its whole prompt again. Check that the engine caches prefixes of this model"
+            " (--enable-prefix-caching), has memory for them, and that sessions stay on one"
+            " engine.",
+            "red",
+        )
+    return table
 
 
 def _count_table(summary: Summary) -> Table:
-    table = make_table(
-        "recorded",
-        ("", ""),
-        [
-            ("sessions", named_counts(summary.sessions)),
-            ("calls", named_counts(summary.calls)),
-            ("roles", named_counts(summary.roles)),
-            ("prompts", named_counts(summary.kinds)),
-            *_ledger_lines(summary),
-        ],
-    )
+    counts = [
+        ("sessions", named_counts(summary.sessions)),
+        ("calls", named_counts(summary.calls)),
+        ("roles", named_counts(summary.roles)),
+        ("prompts", named_counts(summary.kinds)),
+    ]
+    table = make_table("recorded", ("", ""), counts)
+    add_rows(table, _ledger_lines(summary))
     for violation, count in summary.violations.items():
         table.add_row("violation", Text(f"{count} calls: {violation}"), style="red")
     if summary.uncaptured_calls:
@@ -522,17 +258,16 @@ def _count_table(summary: Summary) -> Table:
         "requests that failed by a fault": summary.faults,
         "unauthorised requests": summary.unauthorised,
         "interrupted calls": summary.interrupted,
-        "refused hosts": named_counts(summary.refused) if summary.refused else "",
     }
-    for note, count_or_names in notes.items():
-        if count_or_names:
-            table.add_row(note, Text(str(count_or_names)))
+    add_rows(table, [(note, count) for note, count in notes.items() if count])
+    if summary.refused:
+        add_rows(table, [("refused hosts", named_counts(summary.refused))])
     return table
 
 
 def _ledger_lines(summary: Summary) -> list[tuple[str, int]]:
-    """Return the lines of the ledger. What steps have trained is told from what is still to
-    train."""
+    """Return the lines of the ledger. Tokens that steps have trained are told from those that are
+    still to train."""
     taken = [row for row in summary.session_rows if row.step is not None]
     lines = summary.ledger.lines()
     if taken:
@@ -542,6 +277,106 @@ def _ledger_lines(summary: Summary) -> list[tuple[str, int]]:
     return lines
 
 
-def _without_ids(reason: str) -> str:
-    """Replace hexadecimal ids and numbers by an ellipsis, so that equal reasons count together."""
-    return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
+def summarize(
+    run: Path, *, task: str | None = None, group: str | None = None, sort: Sort = "started"
+) -> Summary:
+    """Return the summary of a run; with `task` or `group`, an id or a unique prefix, of the
+    sessions that have it.
+
+    Events without a session are then left out. Memory is that of one session.
+
+    Raises `RunError` when the folder cannot be read, `InputError` for a task or group that it does
+    not have, and `LedgerError`.
+    """
+    chosen = None
+    if task is not None or group is not None:
+        chosen = _chosen_sessions(run, {"task": task, "group": group})
+    trained = read_trained(run)
+    newest = {each.session_id: each for each in trained}
+    digests = []
+    further = []
+    with SessionIndex(run, "events") as index:
+        for traced in iter_traces(run, TraceOptions(), chosen):
+            session_id = traced.recorded.session_id
+            events = session_events(index, session_id)
+            digests.append(digest_session(traced, events, newest.get(session_id)))
+        if chosen is None:
+            known = {digest.row.session_id for digest in digests}
+            for other in set(index.session_ids) - known:
+                further += session_events(index, other)
+    summary = summarize_digests(digests, further, trained)
+    rows = sorted(summary.session_rows, key=partial(sort_key, sort=sort))
+    return replace(summary, session_rows=rows)
+
+
+def _chosen_sessions(run: Path, prefixes: Mapping[str, str | None]) -> set[str]:
+    """Return the ids of the sessions of a task and a group. Raises `InputError` for one without
+    sessions."""
+    chosen = list(load_sessions(run).values())
+    for name, prefix in prefixes.items():
+        if prefix is not None:
+            id_of = attrgetter(f"{name}_id")
+            value = find_id(prefix, set(map(id_of, chosen)) - {""}, name, str(run))
+            chosen = [session for session in chosen if id_of(session) == value]
+    return {session.session_id for session in chosen}
+
+
+def summarize_digests(
+    digests: Iterable[SessionDigest], further: Events = (), trained: Sequence[TrainedSession] = ()
+) -> Summary:
+    """Return the summary of sessions, of `further` events, of no session among them, and of the
+    steps that took them.
+
+    `trained` are the sessions of the run's optimizer steps, by step; others may be among them.
+    """
+    digests = sorted(digests, key=attrgetter("started_at", "row.session_id"))
+    rows = [digest.row for digest in digests]
+    sessions = [digest.session for digest in digests if digest.session is not None]
+    counts = count_rows([], further)
+    cached: defaultdict[tuple[str, str], CachedPrompts] = defaultdict(CachedPrompts)
+    for digest in digests:
+        for name, values in digest.counts.items():
+            counts[name].update(values)
+        for kind, prompts in digest.cached.items():
+            cached[digest.row.harness or "", kind] += prompts
+    events = counts["events"]
+    passes = []
+    if len({session.policy_version for session in sessions}) == 1:
+        passes = pass_rows(task_rewards(sessions))  # a training has sessions of many policies
+    # a training from recorded runs has the steps, and no sessions of its own
+    known = {row.session_id for row in rows} or None
+    return Summary(
+        sessions=dict(Counter(session.status for session in sessions)),
+        calls=dict(counts["calls"]),
+        kinds=dict(counts["kinds"]),
+        rendered=dict(counts["rendered"]),
+        roles=dict(counts["roles"]),
+        violations=dict(counts["violations"]),
+        refused=dict(counts["refused"]),
+        uncaptured_calls=events["uncaptured"],
+        retried=events["joined"] + events["replayed"],
+        continued=events["continued"],
+        switched=events["switched"],
+        rejected=events["rejected"] + events["unreadable"],
+        hidden=events["hidden"],
+        faults=events["fault"],
+        unauthorised=events["unauthorised"],
+        interrupted=events["interrupted"],
+        ledger=sum((row.ledger for row in rows), Ledger()),
+        steps=reward_steps(sessions),
+        cache=list(_cache_rows(cached)),
+        outcomes=outcome_rows(sessions),
+        tasks=task_rows(sessions),
+        passes=passes,
+        parts=part_rows(sessions),
+        suspicions=suspicion_rows(row.suspicions for row in rows),
+        provenance=provenance_rows(sessions),
+        mixed=mixed_groups(sessions),
+        session_rows=rows,
+        trained=step_rows(trained, known),
+    )
+
+
+def _cache_rows(cached: Mapping[tuple[str, str], CachedPrompts]) -> Iterator[CacheRow]:
+    for (harness, kind), prompts in sorted(cached.items()):
+        yield CacheRow(harness, kind, prompts, prompts.share, prompts.unused)

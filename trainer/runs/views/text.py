@@ -2,7 +2,7 @@
 stands for."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,29 @@ Piece = list[Any]
 """Text, number of tokens, and for some a third entry: the hex of the bytes of a character that is
 split over tokens or is incomplete; "special" for a token that is no text, such as an end of turn.
 """
+Decoder = Callable[[list[int]], str]
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 _CUT = "unexpected end of data"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(_OTHERS)
-}
-"""The alphabet in which byte-level BPE writes its tokens: character -> byte (GPT-2's
-`bytes_to_unicode`)."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the alphabet in which byte-level BPE writes its tokens: character -> byte (GPT-2's
+    `bytes_to_unicode`)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {}
+    others = 256
+    for byte in range(256):
+        if byte in printable:
+            alphabet[chr(byte)] = byte
+        else:
+            alphabet[chr(others)] = byte
+            others += 1
+    return alphabet
+
+
+_BYTES = _byte_alphabet()
 
 
 class TokenText:
@@ -34,31 +46,39 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._byte_level = (
-            tokenizer.decoder is not None and b"ByteLevel" in tokenizer.decoder.__getstate__()
-        )
+        decoder = tokenizer.decoder
+        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         self._added = tokenizer.get_added_tokens_decoder()
-        self._known: dict[int, tuple[bytes, str | None, bool]] = {}
-        """Id -> its bytes, their text if they are whole characters, True for a special token."""
+        self._known: dict[int, tuple[bytes, bool]] = {}
+        """Id -> its bytes, and True for a special token."""
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
         """Return the text of token ids, shape (N,), as pieces of N tokens in all."""
         for token in {*ids} - self._known.keys():
             self._known[token] = self._meaning(token)
         pieces: list[Piece] = []
-        held, tokens = b"", 0  # the begin of a character, and the tokens that it has so far
+        held = b""  # the beginning of a character
+        tokens = 0  # the tokens that it has so far
         for token in ids:
-            data, text, special = self._known[token]
+            data, special = self._known[token]
             if held and (special or _fault(held + data) not in (None, _CUT)):
                 pieces.append([UNKNOWN, tokens, held.hex()])
-                held, tokens = b"", 0
-            if text is not None and not held:
-                pieces.append([text, 1, "special"] if special else [text, 1])
+                held = b""
+                tokens = 0
+            if special:
+                pieces.append([data.decode(), 1, "special"])
                 continue
-            held, tokens = held + data, tokens + 1
-            if _fault(held) != _CUT:
+            held += data
+            tokens += 1
+            fault = _fault(held)
+            if fault is None and tokens == 1:
+                pieces.append([held.decode(), 1])
+            elif fault != _CUT:
                 pieces.append([held.decode(errors="replace"), tokens, held.hex()])
-                held, tokens = b"", 0
+            else:
+                continue
+            held = b""
+            tokens = 0
         if held:
             pieces.append([UNKNOWN, tokens, held.hex()])
         return pieces
@@ -67,19 +87,21 @@ class TokenText:
         """Return the text of token ids, special tokens included."""
         return "".join(piece[0] for piece in self.pieces(ids))
 
-    def _meaning(self, token: int) -> tuple[bytes, str | None, bool]:
-        name = self._tokenizer.id_to_token(token) if token >= 0 else None
+    def _meaning(self, token: int) -> tuple[bytes, bool]:
+        name = None
+        if token >= 0:
+            name = self._tokenizer.id_to_token(token)
         if name is None:
-            return b"", f"<{token}>", True
-        if added := self._added.get(token):
-            return added.content.encode(), added.content, bool(added.special)
+            return f"<{token}>".encode(), True
+        added = self._added.get(token)
+        if added is not None:
+            return added.content.encode(), added.special
         if self._byte_level and _BYTES.keys() >= {*name}:
-            data = bytes(_BYTES[character] for character in name)
-        elif byte := _BYTE.fullmatch(name):
-            data = bytes.fromhex(byte[1])
-        else:
-            data = name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
-        return data, None if _fault(data) else data.decode(), False
+            return bytes(map(_BYTES.__getitem__, name)), False
+        byte = _BYTE.fullmatch(name)
+        if byte is not None:
+            return bytes.fromhex(byte[1]), False
+        return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode(), False
 
 
 def _fault(data: bytes) -> str | None:
@@ -97,28 +119,31 @@ def load_text(run: Path) -> TokenText | str:
     Raises `RunError` when the folder cannot be read.
     """
     model = str(read_metadata(run).get("model", ""))
+    file: Any = Path(model, "tokenizer.json")
     try:
         from tokenizers import Tokenizer
 
-        file = Path(model, "tokenizer.json")
-        found = str(file) if file.is_file() else try_to_load_from_cache(model, "tokenizer.json")
-        if isinstance(found, str):
-            return TokenText(Tokenizer.from_file(found))
+        if not file.is_file():
+            file = try_to_load_from_cache(model, "tokenizer.json")
+        if isinstance(file, str | Path):
+            return TokenText(Tokenizer.from_file(str(file)))
         # of another form; it takes seconds to import
         from transformers import AutoTokenizer
 
-        return TokenText(
-            AutoTokenizer.from_pretrained(model, local_files_only=True).backend_tokenizer
-        )
+        loaded = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        return TokenText(loaded.backend_tokenizer)
     except ImportError as error:
-        return (
-            f"token text needs packages that are not installed ({error}):"
-            f" {install_command('record')}"
-        )
-    except (
-        Exception
-    ) as error:  # of the libraries, which raise whatever they like for a damaged file
-        return (
-            f"the tokenizer of {model!r} is not on this machine"
-            f" ({str(error).partition(chr(10))[0]})"
-        )
+        remedy = install_command("record")
+        return f"token text needs packages that are not installed ({error}): {remedy}"
+    # the libraries raise whatever they like for a damaged file
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        return f"the tokenizer of {model!r} is not on this machine ({why})"
+
+
+def load_decoder(run: Path) -> Decoder | None:
+    """Return a function from token ids to text; None as `load_text`, whose errors it raises."""
+    text = load_text(run)
+    if isinstance(text, str):
+        return None
+    return text.text

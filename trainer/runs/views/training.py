@@ -8,6 +8,7 @@ in it.
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,13 @@ from rich.table import Table
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.door import parse_object, read_file
-from rolltap.trainer.runs.views.outcomes import make_table, named_counts, number
+from rolltap.trainer.runs.views.tables import (
+    MOST_ROWS,
+    cut_note,
+    make_table,
+    named_counts,
+    number,
+)
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.trained import TrainedSession, read_trained
 
@@ -25,7 +32,6 @@ METRICS = "metrics.jsonl"
 the number of optimizer steps taken, and the metrics by name. A number that JSON lacks is null."""
 EVALUATION = "evaluation"
 """Run folder in that of a training, with the sessions of its evaluations."""
-_MOST_STEPS = 50
 
 
 class _Line(BaseModel):
@@ -53,8 +59,11 @@ def read_training(folder: str | Path) -> TrainingView | None:
 
     Raises `RunError` for a damaged file of metrics.
     """
-    metrics, steps = read_metrics(Path(folder, METRICS)), step_rows(read_trained(Path(folder)))
-    return TrainingView(metrics, steps) if metrics or steps else None
+    metrics = read_metrics(Path(folder, METRICS))
+    steps = step_rows(read_trained(Path(folder)))
+    if not metrics and not steps:
+        return None
+    return TrainingView(metrics, steps)
 
 
 def step_rows(
@@ -64,39 +73,31 @@ def step_rows(
     count."""
     counted = [each for each in trained if sessions is None or each.session_id in sessions]
     rows = []
-    for step, group in groupby(counted, key=lambda each: each.step):
+    for step, group in groupby(counted, key=attrgetter("step")):
         ledgers = [each.ledger for each in group]
-        rows.append(StepRow(step=step, sessions=len(ledgers), **asdict(sum(ledgers, Ledger()))))
+        total = sum(ledgers, Ledger())
+        rows.append(StepRow(step=step, sessions=len(ledgers), **asdict(total)))
     return rows
 
 
 def session_step_table(steps: Sequence[TrainedSession]) -> Table:
     """Return the table of the steps of a session."""
-    cells = [
-        (
-            row.step,
-            row.version,
-            number(row.advantage),
-            row.trained,
-            named_counts(row.ledger.left_out),
-        )
-        for row in steps
-    ]
-    return make_table(
-        "trained steps", ("step", "from the weights", "advantage", "tokens", "left out"), cells
-    )
+    columns = ("step", "from the weights", "advantage", "tokens", "left out")
+    cells = []
+    for row in steps:
+        left_out = named_counts(row.ledger.left_out)
+        cells.append((row.step, row.version, number(row.advantage), row.trained, left_out))
+    return make_table("trained steps", columns, cells)
 
 
 def step_table(rows: Sequence[StepRow]) -> Table:
     """Return the table of the last steps."""
-    cells = [
-        (row.step, row.sessions, row.sampled, row.trained, named_counts(row.left_out))
-        for row in rows[-_MOST_STEPS:]
-    ]
-    cut = f": the last {_MOST_STEPS} of {len(rows)}" if len(rows) > _MOST_STEPS else ""
-    return make_table(
-        f"trained steps{cut}", ("step", "sessions", "sampled", "trained", "left out"), cells
-    )
+    title = "trained steps" + cut_note(rows, ": {}", "last")
+    cells = []
+    for row in rows[-MOST_ROWS:]:
+        left_out = named_counts(row.left_out)
+        cells.append((row.step, row.sessions, row.sampled, row.trained, left_out))
+    return make_table(title, ("step", "sessions", "sampled", "trained", "left out"), cells)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -107,18 +108,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     a step.
     """
     try:
-        *lines, _ = read_file(path.parent, path.name).split(b"\n")
+        content = read_file(path.parent, path.name)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(str(error)) from error
     read = []
-    for place, line in enumerate(lines, 1):
+    for place, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
-            values = parse_object(line, _Line)
+            read.append(parse_object(line, _Line))
         except ValueError as error:
             raise RunError(
                 f"{path}, line {place} is not a step's metrics: correct or remove it ({error})"
             ) from error
-        read.append(values)
     return read

@@ -8,7 +8,7 @@ import pytest
 from rolltap.trainer.runs.views.compare import compare_sessions, main_line
 from rolltap.trainer.traces.reader import iter_sessions
 from tests.factories import START, make_call, make_session, says, write_run
-from tests.trainer.runs.views.test_inspect import printed
+from tests.trainer.runs.views.shown import printed
 
 ASKED = [{"role": "user", "content": "Count."}]
 

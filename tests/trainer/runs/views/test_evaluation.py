@@ -16,8 +16,8 @@ from rolltap.trainer.runs.views.evaluation import (
     MANY_TASKS,
     compare_sessions,
     pass_rows,
-    rewards_of,
 )
+from rolltap.trainer.runs.views.outcomes import task_rewards
 from tests.deep import DEEP, cases, examples
 from tests.factories import write_run
 
@@ -194,7 +194,7 @@ def test_a_run_of_several_policies_is_not_compared():
 
 
 def test_a_session_without_a_reward_does_not_count():
-    assert rewards_of(sessions_of({"a": [1.0, None, 0.0], "b": [None]})) == {"a": [1.0, 0.0]}
+    assert task_rewards(sessions_of({"a": [1.0, None, 0.0], "b": [None]})) == {"a": [1.0, 0.0]}
 
 
 def test_a_difference_is_paired_by_task():

@@ -14,73 +14,14 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.cli.main import rolltap, run
 from rolltap.trainer.cli.runs import inspect_command
-from rolltap.trainer.runs.views.inspect import (
-    CONTEXT_TOKENS,
-    Divergence,
-    call_nodes,
-    call_tree,
-    completion,
-    context,
-    find_divergence,
-    find_id,
-    load_decoder,
-    view_call,
-    view_session,
-)
-from rolltap.trainer.runs.views.report import MOST_SESSIONS, summarize
+from rolltap.trainer.runs.views.calls import view_call
+from rolltap.trainer.runs.views.inspect import call_nodes, call_tree, find_id, view_session
+from rolltap.trainer.runs.views.report import summarize
+from rolltap.trainer.runs.views.tables import MOST_ROWS
 from rolltap.trainer.traces.ledger import Ledger
-from tests.factories import START, add_rows, make_call, make_session, says, write_run
+from tests.factories import START, add_rows, make_session, write_run
 from tests.trainer.forests import forget_a_call
-
-
-def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fields):
-    """Return a call whose prompt is the tokens of its parent followed by `prompt`."""
-    defaults = {
-        "call_id": call_id,
-        "session_id": session,
-        "logprobs": [-0.5] * len(sampled),
-        "finish_reason": "stop",
-    }
-    return make_call(
-        number, prompt, sampled, after=parent, version="default", **{**defaults, **fields}
-    )
-
-
-@pytest.fixture
-def small_run(tmp_path, tokenizer_folder):
-    """Write a run. `first` has the chain root - second - third, and a fourth call that diverges.
-    `other` has no row."""
-    asked = json.dumps([{"role": "user", "content": "Count [bold]them[/bold]."}])
-    tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
-    root = call(
-        1, "a1", [40, 41, 42], [43, 44], messages=asked, tools=tools, reply=says("I look\nat it.")
-    )
-    second = call(2, "a2", [50], [51, 52], parent=root, reply=says("", "ls"))
-    third = call(3, "b3", [60], [61], parent=second, reply=says("x" * 80))
-    why = "2 earlier calls fit equally well up to message 3"
-    fourth = call(
-        4,
-        "b4",
-        [40, 41, 42, 43, 99, 98],
-        [97],
-        kind="rendered",
-        kind_reason=why,
-        reply=says("Once more."),
-    )
-    broken = call(
-        5,
-        "b5",
-        [70],
-        [71],
-        parent=second,
-        violation="log-probability 0 is positive",
-        reply=says("Hm."),
-    )
-    other = call(6, "z1", [40], [41, 42], session="other", status="aborted", finish_reason=None)
-    ended = make_session("first", harness="codex", exit_status=0, reward=0.5, policy_version=None)
-    return write_run(
-        tmp_path, root, second, third, fourth, broken, other, ended, model=str(tokenizer_folder)
-    )
+from tests.trainer.runs.views.shown import call, printed
 
 
 def shape(tree):
@@ -89,14 +30,6 @@ def shape(tree):
         " ".join(re.findall(r"^(?:↓ )?\d+ (\w+)", child.label.plain, re.MULTILINE)): shape(child)
         for child in tree.children
     }
-
-
-def printed(*arguments):
-    ended = CliRunner(env={"COLUMNS": "200"}).invoke(
-        inspect_command, list(map(str, arguments)), catch_exceptions=False
-    )
-    assert ended.exit_code == 0
-    return ended.output
 
 
 class TestRun:
@@ -130,15 +63,15 @@ class TestRun:
         assert "why prompts were rendered" in printed(small_run)
 
     def test_the_table_of_sessions_is_cut_and_says_so(self, tmp_path):
-        times = [START + timedelta(seconds=i) for i in range(MOST_SESSIONS + 1)]
+        times = [START + timedelta(seconds=i) for i in range(MOST_ROWS + 1)]
         write_run(
             tmp_path, *(make_session(f"s{i:02}", started_at=time) for i, time in enumerate(times))
         )
         text = printed(tmp_path)
-        assert f"s{MOST_SESSIONS - 1}" in text
-        assert f"s{MOST_SESSIONS}" not in text
-        assert f"the first {MOST_SESSIONS} of {MOST_SESSIONS + 1}; --json has all" in text
-        assert len(json.loads(printed(tmp_path, "--json"))["session_rows"]) == MOST_SESSIONS + 1
+        assert f"s{MOST_ROWS - 1}" in text
+        assert f"s{MOST_ROWS}" not in text
+        assert f"the first {MOST_ROWS} of {MOST_ROWS + 1}; --json has all" in text
+        assert len(json.loads(printed(tmp_path, "--json"))["session_rows"]) == MOST_ROWS + 1
 
     def test_an_id_is_whole_in_a_narrow_terminal_and_the_columns_without_room_are_named(
         self, tmp_path
@@ -214,107 +147,6 @@ class TestSession:
             add_rows(tmp_path, call(number, f"c{number}", [number], [9], weight_versions=spans))
         assert view_session(tmp_path, "first").policy_versions == ["one", "two"]
         assert "weights one, two" in printed(tmp_path, "first")
-
-
-class TestCall:
-    def test_a_call_is_shown_with_decoded_tokens(self, small_run, tokenizer):
-        text = printed(small_run, "first", "a1")
-        expected = ["user: Count [bold]them[/bold].", "default [0:2]", "bash"]
-        assert [shown for shown in expected if shown not in text] == []
-        assert f"4 44 {json.dumps(tokenizer.decode([44]), ensure_ascii=False)} -0.5\n" in text
-        Console(file=(coloured := io.StringIO()), force_terminal=True, width=200).print(
-            view_call(small_run, "fi", "a1")
-        )
-        assert tokenizer.decode([43]) in coloured.getvalue()
-        assert "position id text" not in coloured.getvalue()
-
-    def test_in_a_pipe_each_token_is_a_line_and_with_full_all_of_the_prompt_and_the_conversation(
-        self, small_run
-    ):
-        lines = printed(small_run, "first", "a2").splitlines()
-        tokens = [
-            line.split(" ")[:2] for line in lines[lines.index("position id text logprob") + 1 :][:3]
-        ]
-        assert tokens == [["5", "50"], ["6", "51"], ["7", "52"]]
-        full = printed(small_run, "first", "a2", "--full")
-        assert "\n0 40 " in full
-        assert "user: Count [bold]them[/bold].\nassistant: I look" in full
-        view = json.loads(printed(small_run, "first", "a2", "--full", "--json"))
-        assert [message["role"] for message in view["call"]["messages"]] == ["user", "assistant"]
-        assert (view["previous"], view["next"]) == ("a1", "b3")
-        first = json.loads(printed(small_run, "first", "a1", "--json"))
-        assert (first["previous"], first["next"]) == (None, "a2")
-
-    def test_the_reply_is_shown_as_text_before_its_tokens(self, tmp_path):
-        reply = json.dumps(json.loads(says("I count.", "wc -l")) | {"reasoning_content": "Lines."})
-        lost = call(2, "a2", [1], [2], status="lost", reply=None)
-        write_run(tmp_path, call(1, "a1", [1], [2], reply=reply), lost)
-        text = printed(tmp_path, "first", "a1")
-        parts = ["─ reply ─", "assistant: Lines.", "I count.", "wc -l", "─ tokens ─"]
-        places = [text.find(part) for part in parts]
-        assert -1 not in places
-        assert places == sorted(places)
-        assert "─ reply ─" not in printed(tmp_path, "first", "a2")
-
-    def test_without_the_tokenizer_ids_are_shown(self, tmp_path):
-        write_run(tmp_path, call(1, "a1", [1], [43, 44]), model=str(tmp_path / "gone"))
-        assert load_decoder(tmp_path) is None
-        text = printed(tmp_path, "first", "a1")
-        assert "1 43 - -0.5\n2 44 - -0.5\n" in text
-        assert "the tokenizer of the run's model is not on this machine" in text
-
-    def test_new_prompt_tokens_are_shown_before_the_sampled_ones_without_a_colour(self):
-        parent = call(1, "a", [1], [2])
-        shown = context(
-            call(2, "b", list(range(100, 400)), [5], parent=parent), None, 302 - CONTEXT_TOKENS
-        )
-        assert shown.plain.startswith(f"({300 - CONTEXT_TOKENS} tokens) … {400 - CONTEXT_TOKENS} ")
-        assert shown.plain.endswith(" 399 ")
-        assert {span.style for span in shown.spans} | {shown.style} == {"dim", "dim italic"}
-
-    def test_a_token_has_the_colour_of_its_log_probability(self):
-        shown = completion(call(1, "a", [1], [2, 3, 4], logprobs=[-0.01, -2.0]), None)
-        colours = [(shown.plain[span.start : span.end], span.style) for span in shown.spans]
-        assert colours == [("2 ", "green"), ("3 ", "dark_orange")]
-        assert shown.plain == "2 3 4 "
-
-    def test_a_rendered_call_shows_where_it_leaves_the_recorded_tokens(self, small_run):
-        difference = view_call(small_run, "first", "b4").difference
-        assert difference == Divergence(
-            "b3", 4, [40, 41, 42, 43], [44, 50, 51, 52, 60, 61], [99, 98]
-        )
-        text = printed(small_run, "first", "b4")
-        assert "2 earlier calls fit equally well up to message 3" in text
-        assert "The prompt agrees with call b3 up to token 4." in text
-
-    def test_the_earlier_call_with_the_longest_common_prefix_is_compared(self):
-        near, far = call(1, "near", [1, 2, 3], [4, 5]), call(2, "far", [1, 9], [4])
-        late = call(4, "late", [1, 2, 3, 4, 5, 6], [7])
-        aborted = call(2, "aborted", [1, 2, 3, 4, 5, 6], [7], status="aborted")
-        rendered = call(3, "r", [1, 2, 3, 4, 6], [7], kind="rendered")
-        difference = find_divergence(rendered, [near, far, aborted, rendered, late])
-        assert (difference.call_id, difference.position, difference.recorded) == ("near", 4, [5])
-        assert find_divergence(near, [near, rendered]) is None
-        earlier, rendered = call(1, "a", [1], [2]), call(2, "b", [1, 2, 3], [4], kind="rendered")
-        assert find_divergence(rendered, [earlier, rendered]) == Divergence("a", 2, [1, 2], [], [3])
-
-    def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
-        view, other, left_out = (
-            json.loads(printed(small_run, "first", name, "--json")) for name in ("a1", "b4", "b5")
-        )
-        assert left_out["left_out"] == "violation"
-        assert "not trained: violation" in printed(small_run, "first", "b5")
-        call = view["call"]
-        assert (call["messages"][0]["role"], call["reply"]["content"]) == ("user", "I look\nat it.")
-        assert (call["tools"][0]["function"]["name"], call["prompt_ids"]) == ("bash", [40, 41, 42])
-        assert (view["difference"], other["difference"]["position"]) == (None, 4)
-
-    def test_as_json_a_non_finite_log_probability_is_its_name(self, tmp_path):
-        write_run(
-            tmp_path, make_call("a", completion_ids=[2, 3], logprobs=[float("nan"), float("-inf")])
-        )
-        view = json.loads(printed(tmp_path, "s", "a", "--json"))
-        assert view["call"]["logprobs"] == ["NaN", "-Infinity"]
 
 
 class TestIds:

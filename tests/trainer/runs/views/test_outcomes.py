@@ -14,9 +14,11 @@ from rolltap.trainer.runs.views.outcomes import (
     OutcomeRow,
     PartRow,
     TaskRow,
+    VersionRewards,
     mixed_groups,
     outcome_rows,
     part_rows,
+    reward_steps,
     task_rows,
 )
 from rolltap.trainer.runs.views.report import summarize
@@ -177,3 +179,40 @@ def test_a_group_mixes_what_is_known_to_differ_among_its_rewarded_sessions():
     assert found == [
         MixedGroup("g", {"harness_version": ["1", "2"], "runtime": ["process", "sandbox"]})
     ]
+
+
+def started(number, version, reward, status="completed", **fields):
+    begin = START + timedelta(seconds=number)
+    return make_session(
+        f"s{number}", status, reward=reward, policy_version=version, started_at=begin, **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("sessions", "steps"),
+    [
+        (  # in the order in which the versions were used
+            [
+                started(3, "10", 1.0),
+                started(1, "9", 0.0),
+                started(2, "9", 0.5),
+                started(4, None, None),
+            ],
+            [("9", 2, 0.25, 0.5), ("10", 1, 1.0, 1.0), ("default", 1, None, None)],
+        ),
+        (  # the attempts at a step have the same weights
+            [
+                started(1, "1a2b3c4d.9.0", 0.0),
+                started(2, "1a2b3c4d.9.1", 1.0),
+                started(3, "1a2b3c4d.10.1", 1.0),
+            ],
+            [("1a2b3c4d.9", 2, 0.5, 1.0), ("1a2b3c4d.10", 1, 1.0, 1.0)],
+        ),
+        (  # a fault has no reward, whoever recorded one
+            [started(1, "9", 1.0, "infrastructure"), started(2, "9", 0.5)],
+            [("9", 2, 0.5, 0.5)],
+        ),
+    ],
+)
+def test_rewards_are_counted_by_the_weights_of_a_step(sessions, steps):
+    assert reward_steps(sessions) == [VersionRewards(*step) for step in steps]

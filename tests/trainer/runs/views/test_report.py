@@ -1,59 +1,15 @@
 from datetime import timedelta
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
 from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Event
-from rolltap.trainer.runs.views.report import (
-    VersionRewards,
-    digest_session,
-    reward_steps,
-    session_events,
-    summarize,
-    summarize_digests,
-)
+from rolltap.trainer.runs.views.report import summarize, summarize_digests
+from rolltap.trainer.runs.views.sessions import digest_session, session_events
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.factories import START, make_call, make_session, write_run
-
-
-def session(number, version, reward, status="completed", **fields):
-    started = START + timedelta(seconds=number)
-    return make_session(
-        f"s{number}", status, reward=reward, policy_version=version, started_at=started, **fields
-    )
-
-
-@pytest.mark.parametrize(
-    ("sessions", "steps"),
-    [
-        (  # in the order in which the versions were used
-            [
-                session(3, "10", 1.0),
-                session(1, "9", 0.0),
-                session(2, "9", 0.5),
-                session(4, None, None),
-            ],
-            [("9", 2, 0.25, 0.5), ("10", 1, 1.0, 1.0), ("default", 1, None, None)],
-        ),
-        (  # the attempts at a step have the same weights
-            [
-                session(1, "1a2b3c4d.9.0", 0.0),
-                session(2, "1a2b3c4d.9.1", 1.0),
-                session(3, "1a2b3c4d.10.1", 1.0),
-            ],
-            [("1a2b3c4d.9", 2, 0.5, 1.0), ("1a2b3c4d.10", 1, 1.0, 1.0)],
-        ),
-        (  # a fault has no reward, whoever recorded one
-            [session(1, "9", 1.0, "infrastructure"), session(2, "9", 0.5)],
-            [("9", 2, 0.5, 0.5)],
-        ),
-    ],
-)
-def test_rewards_are_counted_by_the_weights_of_a_step(sessions, steps):
-    assert reward_steps(sessions) == [VersionRewards(*step) for step in steps]
 
 
 def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):

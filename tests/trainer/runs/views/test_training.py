@@ -11,11 +11,12 @@ import rolltap
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.errors import InputError, RunError
 from rolltap.trainer.cli.runs import inspect_command
-from rolltap.trainer.runs.views.report import follow_sessions, summarize
+from rolltap.trainer.runs.views.report import summarize
+from rolltap.trainer.runs.views.sessions import follow_sessions
 from rolltap.trainer.runs.views.training import StepRow, read_metrics
 from rolltap.trainer.traces.ledger import Ledger
 from tests.factories import add_rows, make_call, make_session, write_run
-from tests.trainer.runs.views.test_inspect import printed
+from tests.trainer.runs.views.shown import printed
 from tests.trainer.traces.test_trained import account, recorded, scored, write
 
 

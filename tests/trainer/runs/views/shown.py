@@ -1,0 +1,27 @@
+"""Output of `rolltap inspect`, and calls for it."""
+
+from click.testing import CliRunner
+
+from rolltap.trainer.cli.runs import inspect_command
+from tests.factories import make_call
+
+
+def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fields):
+    """Return a call whose prompt is the tokens of its parent followed by `prompt`."""
+    defaults = {
+        "call_id": call_id,
+        "session_id": session,
+        "logprobs": [-0.5] * len(sampled),
+        "finish_reason": "stop",
+    }
+    return make_call(
+        number, prompt, sampled, after=parent, version="default", **{**defaults, **fields}
+    )
+
+
+def printed(*arguments):
+    ended = CliRunner(env={"COLUMNS": "200"}).invoke(
+        inspect_command, list(map(str, arguments)), catch_exceptions=False
+    )
+    assert ended.exit_code == 0
+    return ended.output
