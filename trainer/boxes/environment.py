@@ -62,22 +62,16 @@ class Proxy:
         secret: str = "",
         bundle: str | Path | None = None,
     ) -> None:
-        address = urlsplit(url)
-        if (
-            address.scheme != "http"
-            or not address.hostname
-            or "@" in address.netloc
-            or address.path.strip("/")
-        ):
+        address = urlsplit(url).netloc
+        if not address or "@" in address or url.rstrip("/") != f"http://{address}":
             raise InputError(f"the proxy {url!r} is not written as http://HOST:PORT")
-        self.address, self._secret = address.netloc, secret
+        self.address = address
         """The recorder as this machine reaches it, `HOST:PORT`."""
+        self._secret = secret
         self.ca = Path(ca).expanduser().absolute()
-        self.bundle = (
-            self.ca.with_name("rolltap-ca-bundle.pem")
-            if bundle is None
-            else Path(bundle).absolute()
-        )
+        self.bundle = self.ca.with_name("rolltap-ca-bundle.pem")
+        if bundle is not None:
+            self.bundle = Path(bundle).absolute()
         try:
             recorder_ca = self.ca.read_text()
         except OSError as error:
@@ -122,9 +116,11 @@ class Proxy:
         In a box with files and a network of its own, `address` is the recorder as its programs
         reach it, and `certificates` the folder of `mounts`.
         """
-        ca, bundle = str(self.ca), str(self.bundle)
+        ca = str(self.ca)
+        bundle = str(self.bundle)
         if certificates is not None:
-            ca, bundle = f"{certificates}/ca.pem", f"{certificates}/ca-bundle.pem"
+            ca = f"{certificates}/ca.pem"
+            bundle = f"{certificates}/ca-bundle.pem"
         return {
             **dict.fromkeys(_PROXIES, self.url(session_id, address)),
             **dict.fromkeys(_DIRECT, _LOOPBACK),
@@ -167,5 +163,9 @@ def clean_environment(home: Path, *, isolated: bool = False) -> dict[str, str]:
 
     `isolated` is True in a box with files of its own.
     """
-    names = _INHERITED if isolated else (*_INHERITED, *_OF_THIS_MACHINE)
-    return {**{name: os.environ[name] for name in names if name in os.environ}, "HOME": str(home)}
+    names = [*_INHERITED]
+    if not isolated:
+        names += _OF_THIS_MACHINE
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    environment["HOME"] = str(home)
+    return environment

@@ -22,7 +22,7 @@ class ProcessBox:
         self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
     ) -> Ended:
         """Run a program: see `Box.run`."""
-        spec, folders = self._spec, [self._spec.workspace, self._spec.home]
+        spec = self._spec
         return await run_supervised(
             command,
             cwd=spec.workspace,
@@ -30,7 +30,7 @@ class ProcessBox:
             timeout=timeout,
             log=log,
             limits=spec.limits,
-            folders=folders,
+            folders=[spec.workspace, spec.home],
         )
 
     async def settle(self) -> None:

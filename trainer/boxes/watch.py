@@ -43,6 +43,7 @@ _GIB = 1 << 30
 _DESCRIPTORS = 4096
 """Soft limit of open files of a process."""
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_UPPER = re.compile(r"\bupperdir=([^,\s]+)")
 _KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 Find = Callable[["ProcessTable"], list[psutil.Process]]
@@ -62,14 +63,16 @@ async def exceeded(limits: Limits, find: Find, folders: Sequence[Path]) -> StopR
     files on their way through a socket are not seen.
     """
     nameless = Nameless()
-    own = partial(_find_now, find)
+    find_now = partial(_find_now, find)
     looks: list[Coroutine[Any, Any, StopReason]] = []
     if limits.memory_gib is not None or limits.processes is not None:
-        looks.append(_PROCESSES.repeat(partial(_processes_over, limits, own, nameless)))
+        look = partial(_processes_over, limits, find_now, nameless)
+        looks.append(_PROCESSES.repeat(look))
     if limits.memory_gib is not None or limits.disk_gib is not None:
-        looks.append(_OPEN_FILES.repeat(partial(nameless.look, own)))
+        looks.append(_OPEN_FILES.repeat(partial(nameless.look, find_now)))
     if limits.disk_gib is not None:
-        looks.append(_DISK.repeat(partial(_disk_over, limits.disk_gib * _GIB, folders, nameless)))
+        look = partial(_disk_over, limits.disk_gib * _GIB, folders, nameless)
+        looks.append(_DISK.repeat(look))
     if not looks:
         await asyncio.Event().wait()
     tasks = [asyncio.create_task(look) for look in looks]
@@ -85,8 +88,10 @@ async def exceeded(limits: Limits, find: Find, folders: Sequence[Path]) -> StopR
 def rlimits(limits: Limits) -> dict[str, int]:
     """Return limits of the module `resource` for each process: open files, and the size of one
     file."""
-    size = {} if limits.disk_gib is None else {"RLIMIT_FSIZE": int(limits.disk_gib * _GIB)}
-    return {"RLIMIT_NOFILE": _DESCRIPTORS, **size}
+    found = {"RLIMIT_NOFILE": _DESCRIPTORS}
+    if limits.disk_gib is not None:
+        found["RLIMIT_FSIZE"] = int(limits.disk_gib * _GIB)
+    return found
 
 
 def choose_cores(limits: Limits) -> list[int]:
@@ -135,7 +140,7 @@ class ProcessTable:
         found: dict[int, psutil.Process] = {}
         parents = [pid]
         while parents:
-            for child in self._children.get(parents.pop(), ()):
+            for child in self._children.get(parents.pop(), []):
                 if child.pid not in found:
                     found[child.pid] = child
                     parents.append(child.pid)
@@ -148,17 +153,16 @@ class ProcessTable:
         Programs that an engine runs in a container are no children of its first process.
         """
         if not self._namespaces:
-            self._namespaces = {
-                process.pid: _pid_namespace(process.pid) for process in self._processes
-            }
+            for process in self._processes:
+                self._namespaces[process.pid] = _pid_namespace(process.pid)
         namespace = _pid_namespace(pid)
         if namespace is None:
             return []
         found: dict[int, psutil.Process] = {}
         for process in self._processes:
             if self._namespaces[process.pid] == namespace:
-                found[process.pid] = process
-                found |= {below.pid: below for below in self.descendants(process.pid)}
+                for member in [process, *self.descendants(process.pid)]:
+                    found[member.pid] = member
         return list(found.values())
 
 
@@ -191,12 +195,7 @@ def written_folders(pid: int) -> list[Path]:
         for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
             fields, _, source = line.partition(" - ")
             if fields.split()[4] == "/":
-                options = source.split()[-1].split(",")
-                return [
-                    Path(option.removeprefix("upperdir="))
-                    for option in options
-                    if option.startswith("upperdir=")
-                ]
+                return [Path(folder) for folder in _UPPER.findall(source)]
     return []
 
 
@@ -214,7 +213,8 @@ def out_of_memory_kills(pid: int) -> int:
             if "memory" in controllers.split(","):
                 file = _CONTROL_GROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
             with contextlib.suppress(OSError):
-                kills += sum(map(int, _KILLS.findall(file.read_text())))
+                for number in _KILLS.findall(file.read_text()):
+                    kills += int(number)
     return kills
 
 
@@ -262,19 +262,14 @@ _DISK = _Poller("disk", _DISK_THREADS, _LONGEST_DISK_SECONDS)
 
 def _processes_over(limits: Limits, find: FindNow, nameless: "Nameless") -> StopReason | None:
     processes = find()
-    if (
-        limits.processes is not None
-        and _sum(processes, psutil.Process.num_threads) > limits.processes
-    ):
-        return "processes"
+    if limits.processes is not None:
+        threads = _sum(processes, psutil.Process.num_threads)
+        if threads > limits.processes:
+            return "processes"
     if limits.memory_gib is not None:
         left = limits.memory_gib * _GIB - nameless.in_memory
         # resident sizes are quick to read, and count shared pages for each process
-        resident = _sum(processes, lambda process: process.memory_info().rss)
-        if (
-            resident > left
-            and _sum(processes, lambda process: process.memory_full_info().pss) > left
-        ):
+        if _sum(processes, _resident_size) > left and _sum(processes, _own_size) > left:
             return "memory"
     return None
 
@@ -287,8 +282,18 @@ def _sum(processes: Sequence[psutil.Process], read: Callable[[psutil.Process], i
     return total
 
 
+def _resident_size(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
+
+
+def _own_size(process: psutil.Process) -> int:
+    return int(process.memory_full_info().pss)
+
+
 def _disk_over(most: float, folders: Sequence[Path], nameless: "Nameless") -> StopReason | None:
-    return "disk" if nameless.on_disk + disk_bytes(folders) > most else None
+    if nameless.on_disk + disk_bytes(folders) > most:
+        return "disk"
+    return None
 
 
 class Nameless:
@@ -301,35 +306,45 @@ class Nameless:
     """
 
     def __init__(self) -> None:
-        self.in_memory = self.on_disk = 0
+        self.in_memory = 0
+        self.on_disk = 0
         self._rest: list[psutil.Process] = []
-        self._found: dict[bool, dict[tuple[int, int], int]] = {}
+        """Processes that this round has not looked at."""
+        self._memory_files: dict[tuple[int, int], int] = {}
+        """Sizes of the files of this round, by device and inode."""
+        self._disk_files: dict[tuple[int, int], int] = {}
 
     def look(self, find: FindNow) -> None:
         """Look at further processes, for a moment. A round over all begins with what `find`
         returns."""
         end = time.monotonic() + _SLICE_SECONDS
         if not self._rest:
-            self._rest, self._found = find(), {True: {}, False: {}}
+            self._rest = find()
+            self._memory_files.clear()
+            self._disk_files.clear()
         while self._rest:
             self._count(self._rest.pop())
             if time.monotonic() >= end:
                 break
-        in_memory, on_disk = (sum(self._found[kind].values()) for kind in (True, False))
+        in_memory = sum(self._memory_files.values())
+        on_disk = sum(self._disk_files.values())
         if self._rest:  # what a round has found so far can only add to the last one
-            in_memory, on_disk = max(in_memory, self.in_memory), max(on_disk, self.on_disk)
-        self.in_memory, self.on_disk = in_memory, on_disk
+            in_memory = max(in_memory, self.in_memory)
+            on_disk = max(on_disk, self.on_disk)
+        self.in_memory = in_memory
+        self.on_disk = on_disk
 
     def _count(self, process: psutil.Process) -> None:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{process.pid}/fd") as descriptors:
             for descriptor in descriptors:
                 with contextlib.suppress(OSError):
                     status = os.stat(descriptor.path)
-                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-                        in_memory = os.readlink(descriptor.path).startswith("/memfd:")
-                        self._found[in_memory][status.st_dev, status.st_ino] = (
-                            status.st_blocks * 512
-                        )
+                    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 0:
+                        continue
+                    files = self._disk_files
+                    if os.readlink(descriptor.path).startswith("/memfd:"):
+                        files = self._memory_files
+                    files[status.st_dev, status.st_ino] = status.st_blocks * 512
 
 
 def disk_bytes(folders: Sequence[Path]) -> float:
@@ -339,24 +354,18 @@ def disk_bytes(folders: Sequence[Path]) -> float:
     Folders that a program has closed to this user are counted by root of a user namespace. Infinity
     when they cannot be counted, or not within a minute.
     """
-    size, closed = _disk_usage([], folders)
-    if closed:
-        size, closed = _disk_usage(["unshare", "--user", "--map-root-user", "--"], folders)
-    return math.inf if closed else size
+    size = _disk_usage([], folders)
+    if size is None:
+        size = _disk_usage(["unshare", "--user", "--map-root-user", "--"], folders)
+    if size is None:
+        return math.inf
+    return size
 
 
-def _disk_usage(prefix: Sequence[str], folders: Sequence[Path]) -> tuple[float, bool]:
-    """Return the space of folders, and whether one was closed."""
-    command = [
-        *prefix,
-        "du",
-        "--summarize",
-        "--total",
-        "--one-file-system",
-        "--block-size=1",
-        "--",
-        *map(str, folders),
-    ]
+def _disk_usage(prefix: Sequence[str], folders: Sequence[Path]) -> float | None:
+    """Return the space of folders; None if one was closed."""
+    options = ["--summarize", "--total", "--one-file-system", "--block-size=1", "--"]
+    command = [*prefix, "du", *options, *map(str, folders)]
     env = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
     with tempfile.TemporaryFile() as errors:
         try:
@@ -369,8 +378,11 @@ def _disk_usage(prefix: Sequence[str], folders: Sequence[Path]) -> tuple[float, 
                 timeout=_DISK_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return math.inf, False
+            return math.inf
         errors.seek(0)
-        closed = b"Permission denied" in errors.read(_STDERR_BYTES)
-    total = done.stdout.split(b"\n")[-2:-1]
-    return (float(total[0].split()[0]), closed) if total else (math.inf, False)
+        if b"Permission denied" in errors.read(_STDERR_BYTES):
+            return None
+    lines = done.stdout.splitlines()
+    if not lines:
+        return math.inf
+    return float(lines[-1].split()[0])
