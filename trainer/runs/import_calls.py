@@ -8,8 +8,7 @@ ids of all calls. The lines may be in any order.
 import os
 import shutil
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from rolltap.addons.store.records import (
     CallRole,
     CallStatus,
     Session,
+    SessionStatus,
     VersionSpan,
     find_violation,
     utc_now,
@@ -49,8 +49,10 @@ _SESSION_FIELDS = ("task_id", "group_id", "harness", "reward")
 
 
 def _in_utc(time: datetime) -> datetime:
+    if time.tzinfo is None:
+        return time.replace(tzinfo=UTC)
     try:
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
+        return time.astimezone(UTC)
     except OverflowError:
         raise ValueError("the year is out of range") from None
 
@@ -102,19 +104,19 @@ class ImportLine(BaseModel):
         with np.errstate(over="ignore"):
             logprobs = np.array(self.logprobs or [], np.float32).tolist()
         sampled = len(self.completion_ids)
-        spans = [VersionSpan(version=self.policy_version, start=0, end=sampled)] if sampled else []
+        spans: list[VersionSpan] = []
+        if sampled:
+            spans.append(VersionSpan(version=self.policy_version, start=0, end=sampled))
+        violation = None
+        if self.logprobs is not None:
+            violation = find_violation(self.completion_ids, logprobs, spans)
+        changed = {*_SESSION_FIELDS, "logprobs", "started_at", "policy_version"}
         return Call(
-            **self.model_dump(
-                exclude={*_SESSION_FIELDS, "logprobs", "started_at", "policy_version"}
-            ),
+            **self.model_dump(exclude=changed),
             logprobs=logprobs,
             weight_versions=spans,
             kind_reason="imported",
-            violation=(
-                None
-                if self.logprobs is None
-                else find_violation(self.completion_ids, logprobs, spans)
-            ),
+            violation=violation,
             started_at=self.started_at or imported_at,
         )
 
@@ -138,30 +140,28 @@ class ImportSummary:
     def add(self, calls: Sequence[Call]) -> None:
         """Count the calls of one session."""
         self.sessions += 1
-        self.calls += len(calls)
-        self.bridged += sum(call.kind == "bridged" for call in calls)
-        self.sampled_tokens += sum(len(call.completion_ids) for call in calls)
-        self.violations += sum(call.violation is not None for call in calls)
-        self.without_logprobs += sum(
-            bool(call.completion_ids) and not call.logprobs for call in calls
-        )
+        for call in calls:
+            self.calls += 1
+            self.sampled_tokens += len(call.completion_ids)
+            if call.kind == "bridged":
+                self.bridged += 1
+            if call.violation is not None:
+                self.violations += 1
+            if call.completion_ids and not call.logprobs:
+                self.without_logprobs += 1
 
     def __rich__(self) -> str:
+        counts = f"{self.calls} calls of {self.sessions} sessions, {self.sampled_tokens} sampled"
+        lines = [f"{counts} tokens", f"{self.bridged} calls continue another one"]
         notes = {
             "calls break an invariant: kept, marked and not trained on": self.violations,
             "calls have no log-probabilities: kept and not trained on": self.without_logprobs,
             "bad lines were skipped": self.skipped,
         }
-        return "\n".join(
-            [
-                (
-                    f"{self.calls} calls of {self.sessions} sessions, {self.sampled_tokens} sampled"
-                    " tokens"
-                ),
-                f"{self.bridged} calls continue another one",
-                *(f"{count} {what}" for what, count in notes.items() if count),
-            ]
-        )
+        for note, count in notes.items():
+            if count:
+                lines.append(f"{count} {note}")
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON values."""
@@ -172,33 +172,31 @@ class ImportSummary:
 class _Session:
     """Notes of the first pass about a session."""
 
-    offsets: list[int] = field(default_factory=list)
-    """Byte offsets of its lines."""
-    lines: dict[str, int] = field(default_factory=dict)
-    """Call id -> line number."""
-    given: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """Field of the session -> its value, and the number of the first line that gives it."""
+    lines: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Call id -> number and byte offset of its line."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """Field of the session -> its value."""
+    givers: dict[str, int] = field(default_factory=dict)
+    """Field of the session -> number of the first line that gives it."""
 
     def add(self, line: ImportLine, number: int, offset: int) -> str | None:
         """Note a line. When it contradicts an earlier one, return how, and note nothing."""
         if line.call_id in self.lines:
-            return (
-                f"call_id {line.call_id!r} of session {line.session_id!r} is in line"
-                f" {self.lines[line.call_id]} too"
-            )
-        given = {
-            name: value for name in _SESSION_FIELDS if (value := getattr(line, name)) is not None
-        }
+            first, _ = self.lines[line.call_id]
+            return f"call_id {line.call_id!r} of session {line.session_id!r} is in line {first} too"
+        given = line.model_dump(include=set(_SESSION_FIELDS), exclude_none=True)
         for name, value in given.items():
-            known, first = self.given.get(name, (value, number))
+            known = self.given.get(name, value)
             if value != known:
+                first = self.givers[name]
                 return (
                     f"{name} is {value!r}, but line {first} of session {line.session_id!r} says"
                     f" {known!r}"
                 )
-        self.offsets.append(offset)
-        self.lines[line.call_id] = number
-        self.given = {name: (value, number) for name, value in given.items()} | self.given
+        self.lines[line.call_id] = (number, offset)
+        for name, value in given.items():
+            self.given.setdefault(name, value)
+            self.givers.setdefault(name, number)
         return None
 
 
@@ -227,31 +225,36 @@ def import_calls(
     if (run / RUN_FILE).exists():
         merge = f"`rolltap merge {run} NEW --out MERGED`"
         raise InputError(f"{run} is a run already: import into a new folder NEW, then {merge}")
-    named = {} if model is None else named_model(model)[0]
+    metadata: dict[str, Any] = {"source": "import"}
+    if model is not None:
+        names, _ = named_model(model)
+        metadata |= names
+    bad = 0
+    first = ""
+
+    def note(number: int, fault: str) -> None:
+        nonlocal bad, first
+        bad += 1
+        first = first or f"line {number}: {fault}"
+        report(number, fault)
+
     with _seekable(source) as lines, new_folder(run) as staged:
-        first: list[str] = []
-
-        def note(number: int, fault: str) -> None:
-            if not first:
-                first.append(f"line {number}: {fault}")
-            report(number, fault)
-
-        sessions, bad = _check(lines, note, advance)
+        sessions = _check(lines, note, advance)
         if bad and not skip_bad:
             raise InputError(
-                f"{bad} bad lines, nothing was imported; {first[0]}; "
+                f"{bad} bad lines, nothing was imported; {first}; "
                 "correct them, or skip them (--skip-bad, skip_bad=True)"
             )
+        if bad and not sessions:
+            raise InputError(f"there is no line to import: all {bad} are bad; {first}")
         if not sessions:
-            raise InputError(
-                "there is no line to import" + (f": all {bad} are bad; {first[0]}" if bad else "")
-            )
-        write_metadata(staged, {"source": "import", **named})
+            raise InputError("there is no line to import")
+        write_metadata(staged, metadata)
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:
             for done, (session_id, noted) in enumerate(sessions.items(), start=1):
-                calls = link([line.to_call(imported_at) for line in _read(lines, noted.offsets)])
-                for call in calls:
+                calls = [line.to_call(imported_at) for line in _read(lines, noted)]
+                for call in link(calls):
                     writer.add_call(call)
                 writer.add_session(_session(session_id, noted, calls))
                 writer.end_session()
@@ -272,32 +275,34 @@ def _seekable(source: BinaryIO) -> Iterator[BinaryIO]:
         yield spool
 
 
-def _check(lines: BinaryIO, report: Report, advance: Advance) -> tuple[dict[str, _Session], int]:
-    """Return session id -> notes about its good lines, and the number of bad lines.
+def _check(lines: BinaryIO, report: Report, advance: Advance) -> dict[str, _Session]:
+    """Return session id -> notes about its good lines. Report the bad ones.
 
     A line is compared only with good lines before it.
     """
-    sessions: defaultdict[str, _Session] = defaultdict(_Session)
-    size, offset, bad = lines.seek(0, os.SEEK_END), lines.seek(0), 0
+    sessions: dict[str, _Session] = {}
+    size = lines.seek(0, os.SEEK_END)
+    start = lines.seek(0)
     for number, text in enumerate(lines, start=1):
-        start, offset = offset, offset + len(text)
-        advance("lines read", offset, size)
+        offset = start
+        start += len(text)
+        advance("lines read", start, size)
         if not text.strip():
             continue
         try:
             line = ImportLine.model_validate_json(text)
         except ValidationError as error:
-            fault: str | None = describe(error)
-        else:
-            fault = sessions[line.session_id].add(line, number, start)
+            report(number, describe(error))
+            continue
+        noted = sessions.setdefault(line.session_id, _Session())
+        fault = noted.add(line, number, offset)
         if fault is not None:
-            bad += 1
             report(number, fault)
-    return {session_id: noted for session_id, noted in sessions.items() if noted.lines}, bad
+    return sessions
 
 
-def _read(lines: BinaryIO, offsets: Iterable[int]) -> Iterator[ImportLine]:
-    for offset in offsets:
+def _read(lines: BinaryIO, noted: _Session) -> Iterator[ImportLine]:
+    for _, offset in noted.lines.values():
         lines.seek(offset)
         try:
             yield ImportLine.model_validate_json(lines.readline())
@@ -309,29 +314,34 @@ def link(calls: list[Call]) -> list[Call]:
     """Sort calls by `start_order`, and set the parent and the shared prefix of each. Return
     `calls`."""
     calls.sort(key=start_order)
-    for call, parent in zip(calls, link_calls(calls)[0], strict=True):
+    parents, _ = link_calls(calls)
+    for call, number in zip(calls, parents, strict=True):
         call.parent_id = None
-        if parent is not None:
-            call.parent_id = calls[parent].call_id
-            call.prefix_length = len(calls[parent].prompt_ids) + len(calls[parent].completion_ids)
-            call.kind, call.kind_reason = "bridged", None
+        if number is not None:
+            parent = calls[number]
+            call.parent_id = parent.call_id
+            call.prefix_length = len(parent.prompt_ids) + len(parent.completion_ids)
+            call.kind = "bridged"
+            call.kind_reason = None
     return calls
 
 
 def _session(session_id: str, noted: _Session, calls: Sequence[Call]) -> Session:
     """Return the session's row. Its status is `failed` when none of its calls is completed."""
-    given = {name: value for name, (value, _) in noted.given.items()}
+    status: SessionStatus = "failed"
+    policy_version = None
+    for call in reversed(calls):  # the version of the first call that sampled a token counts
+        if call.status == "completed":
+            status = "completed"
+        if call.weight_versions:
+            policy_version = call.weight_versions[0].version
+    fields = {"group_id": session_id, **noted.given}
     return Session(
         session_id=session_id,
-        task_id=given.get("task_id", ""),
-        group_id=given.get("group_id", session_id),
-        harness=given.get("harness", ""),
-        status="completed" if any(call.status == "completed" for call in calls) else "failed",
-        reward=given.get("reward"),
-        policy_version=next(
-            (span.version for call in calls for span in call.weight_versions), None
-        ),
+        status=status,
+        policy_version=policy_version,
         started_at=calls[0].started_at,
+        **fields,
     )
 
 
@@ -352,9 +362,9 @@ def named_model(model: str) -> tuple[dict[str, Any], Any]:
     folder = Path(model).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else model
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        files = ", ".join(_TOKENIZER_FILES)
         raise InputError(
-            f"the folder {model} has none of {', '.join(_TOKENIZER_FILES)}: give the folder or name"
-            " of a model"
+            f"the folder {model} has none of {files}: give the folder or name of a model"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -362,7 +372,5 @@ def named_model(model: str) -> tuple[dict[str, Any], Any]:
         raise InputError(
             f"model {model}: no tokenizer can be loaded: {error}; give its folder or name"
         ) from error
-    return {
-        "model": name,
-        **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template),
-    }, tokenizer
+    digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
+    return {"model": name, **digests}, tokenizer
