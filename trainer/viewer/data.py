@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rolltap.addons.store.records import CallRole, Session
 from rolltap.trainer.runs.views.calls import show_call, tool_names
 from rolltap.trainer.runs.views.compare import compare_sessions
-from rolltap.trainer.runs.views.inspect import show_session
+from rolltap.trainer.runs.views.inspect import sampling_versions, show_session
 from rolltap.trainer.runs.views.report import summarize_digests
 from rolltap.trainer.runs.views.text import Piece, TokenText
 from rolltap.trainer.traces.reader import RecordedSession
