@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -20,10 +20,9 @@ from rolltap.trainer.nodes.actor import NodeActor
 from rolltap.trainer.nodes.cluster import Cluster
 from rolltap.trainer.nodes.facts import Examined
 from rolltap.trainer.nodes.messages import Failure, Package, Policies, Report, Setup
-from rolltap.trainer.nodes.rows import ForkedCalls, LostSessions, Writer
+from rolltap.trainer.nodes.rows import PARTS, ForkedCalls, LostSessions, Writer
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.node import NodeLostError
-from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import SessionRows
 
@@ -36,8 +35,6 @@ AGAIN_SECONDS = 30.0
 LOST_SECONDS = 600.0
 """Time without a report, or an answer, after which a node is given up. Its sessions are run
 elsewhere."""
-PARTS = ("", EVALUATION)
-"""Run folders in the folder of a run, from there."""
 
 
 @dataclass(slots=True)
@@ -119,8 +116,7 @@ class Fleet:
         name = f"{self._name}-writer"
         self._writer = self.cluster.start_actor(Writer, own, str(self._run), name=name)
         await self.write("open")
-        for part in PARTS:
-            await self.write("end_interrupted", part)
+        await self.write("end_interrupted")
         failures = await asyncio.gather(*map(self.join, self.cluster.nodes()))
         if self.members:
             return
@@ -200,12 +196,8 @@ class Fleet:
         Raises `OSError` when they cannot be written.
         """
         report: Report = await self.ask(member, "poll", member.number, self.policies())
-        told = [each.row.session_id for each in report.ended if each.row is not None]
-        packages: Any = []
         if report.packages is not None:
-            packages = report.packages
-        if report.packages is not None or told:
-            await self.write("append", packages, member.name, report.number, told)
+            await self.write("append", report.packages, member.name, report.number)
         member.number = report.number
         member.seen = time.monotonic()
         member.silent = report.silent
@@ -228,10 +220,15 @@ class Fleet:
             raise result.error()
         return result
 
-    async def forget(self, member: Member, why: str = "") -> LostSessions:
-        """End a member's actor. Sessions that ran on it get a row that says why."""
+    async def forget(
+        self,
+        member: Member,
+        why: str = "",
+        sessions: Collection[str] = (),
+    ) -> LostSessions:
+        """End a member's actor. Its `sessions` that ran get a row that says why."""
         self.drop(member)
-        lost: LostSessions = await self.write("end_node", member.name, why)
+        lost: LostSessions = await self.write("end_node", member.name, why, sessions)
         return lost
 
     def drop(self, member: Member) -> None:

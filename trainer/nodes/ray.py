@@ -24,6 +24,8 @@ class _Running:
     """An attempt in the actor. `news` tells the phases that it asks for, its end, or an error."""
 
     attempt: SessionAttempt
+    has_ended: bool = False
+    """True when its end was told."""
     news: asyncio.Queue[_Phase | EndedAttempt | Exception] = field(default_factory=asyncio.Queue)
 
 
@@ -134,26 +136,31 @@ class RayNode:
                 self._running[number].news.put_nowait(phase)
         for ended in report.ended:
             if ended.number in self._running:
-                self._running[ended.number].news.put_nowait(ended)
+                running = self._running[ended.number]
+                running.has_ended = True
+                running.news.put_nowait(ended)
 
     async def _lose(self, error: Exception) -> None:
         """Forget the member, and tell its sessions so, after the row of each that has one."""
-        rows: dict[str, tuple[Session, Facts | None]] = {}
+        ends: dict[str, tuple[Session, Facts | None]] = {}
+        sessions = []
+        for running in self._running.values():
+            if not running.has_ended:
+                sessions.append(running.attempt.session_id)
         try:
-            lost = await self._fleet.forget(self.member, str(error))
+            lost = await self._fleet.forget(self.member, str(error), sessions)
         except Exception as failure:
             error = failure
         else:
-            for row in lost.running:
-                rows[row.session_id] = row, None
             for row in lost.ended:
-                rows[row.session_id] = row, Facts()
+                ends[row.session_id] = (row, Facts())
+            for row in lost.running:
+                ends[row.session_id] = (row, None)
         self._error = error
         for number, running in self._running.items():
-            session_id = running.attempt.session_id
-            if session_id in rows:
-                row, facts = rows[session_id]
-                running.news.put_nowait(EndedAttempt(number, row, facts))
+            end = ends.get(running.attempt.session_id)
+            if end is not None:
+                running.news.put_nowait(EndedAttempt(number, *end))
             running.news.put_nowait(self._lost())
 
     def _lost(self) -> Exception:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.index import SessionIndex, TableScan
@@ -25,14 +24,17 @@ from rolltap.addons.store.metadata import (
     write_metadata,
 )
 from rolltap.addons.store.records import Session, utc_now
-from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.staging import new_folder
-from rolltap.addons.store.tables import TABLES, RunWriter, batch_rows
+from rolltap.addons.store.tables import TABLES, RunWriter
 from rolltap.trainer.judges.archive import SUFFIX
 from rolltap.trainer.nodes.messages import Package, recorded
 from rolltap.trainer.rollouts.mitmdump import share_recorders_lock
-from rolltap.trainer.rollouts.resume import interrupted_session, interrupted_sessions
+from rolltap.trainer.rollouts.resume import interrupted_sessions
+from rolltap.trainer.runs.views.training import EVALUATION
+from rolltap.trainer.traces.reader import load_sessions
 
+PARTS = ("", EVALUATION)
+"""Run folders in the folder of a run, from there."""
 LOG_BYTES = 64 * 1024
 """Most bytes of each log that are sent, its last ones."""
 _ORDER = ("sessions", "events", "calls", "routing")
@@ -101,28 +103,16 @@ class Shard:
         return logs
 
 
-class _Begun(NamedTuple):
-    """A session without a row: the part of the run that records it, and a row of it."""
-
-    part: str
-    session: Session
-
-
 class LostSessions(NamedTuple):
-    """Rows of sessions of a node that is gone, whose end it has not told.
-
-    The rows of those that `ended` came before the report that tells of them.
-    """
+    """Rows of sessions of a node that is gone: of those that had ended, and of those that ran."""
 
     ended: list[Session]
     running: list[Session]
 
 
 class Writer:
-    """Appends what nodes report to the run folder. Methods return a `Failure` in place of raising.
-
-    It knows the sessions that began on each node and whose end was not told yet.
-    """
+    """Appends what nodes report to the run folder. Methods return a `Failure` in place of
+    raising."""
 
     def __init__(self, run: str) -> None:
         self.name = "of the driver"
@@ -131,10 +121,6 @@ class Writer:
         """Part of the run -> its writer."""
         self._written: dict[str, int] = {}
         """Node -> the number of its last report that was written."""
-        self._begun: defaultdict[str, dict[str, _Begun]] = defaultdict(dict)
-        """Node -> session without a row -> how it began."""
-        self._ended: defaultdict[str, dict[str, Session]] = defaultdict(dict)
-        """Node -> session whose end was not told -> its row."""
         self._lost = ""
         self._lock: int | None = None
         """Descriptor of the lock for which the next start waits."""
@@ -149,45 +135,43 @@ class Writer:
         self._lock = share_recorders_lock(self._run)
 
     @recorded
-    async def end_interrupted(self, part: str) -> None:
-        """Give a row `cancelled` to the sessions that an earlier driver left in a part of a run."""
-        run = self._run / part
-        if not (run / RUN_FILE).exists():
-            return
-        for session in interrupted_sessions(run):
-            session.finished_at = utc_now()
-            self._writer(part).add_session(session)
+    async def end_interrupted(self) -> None:
+        """Give a row `cancelled` to the sessions that an earlier driver left."""
+        for part in PARTS:
+            for session in self._interrupted(part):
+                self._end(part, session)
 
     @recorded
-    async def append(
-        self,
-        packages: Sequence[Package],
-        node: str,
-        number: int,
-        told: Collection[str],
-    ) -> None:
-        """Write the report of a number of a node, once. The end of sessions was `told` by it."""
+    async def append(self, packages: Sequence[Package], node: str, number: int) -> None:
+        """Write the report of a number of a node, once."""
         if number <= self._written.get(node, 0):
             return  # the driver was interrupted while it waited
         for package in packages:
             self._append(package, node)
-        for session_id in told:
-            self._ended[node].pop(session_id, None)
         self._written[node] = number
 
     @recorded
-    async def end_node(self, node: str, why: str) -> LostSessions:
-        """Forget a node. Sessions that ran on it get a row `infrastructure`, which says why."""
+    async def end_node(self, node: str, why: str, sessions: Collection[str]) -> LostSessions:
+        """Forget a node, and return the rows of its `sessions` that have begun.
+
+        Those that ran get a row `infrastructure`, which says why.
+        """
         self._written.pop(node, None)
-        lost = LostSessions([*self._ended.pop(node, {}).values()], [])
-        for part, session in self._begun.pop(node, {}).values():
-            session.status = "infrastructure"
-            session.error = why
-            session.finished_at = utc_now()
-            self._writer(part).add_session(session)
-            lost.running.append(session)
         if why:
             self._lost = f"lost: {why}"
+        lost = LostSessions([], [])
+        if not sessions:
+            return lost
+        for part in PARTS:
+            if (self._run / part / RUN_FILE).exists():
+                rows = load_sessions(self._run / part)
+                lost.ended.extend(rows[name] for name in sessions if name in rows)
+            for session in self._interrupted(part):
+                if session.session_id in sessions:
+                    session.status = "infrastructure"
+                    session.error = why
+                    self._end(part, session)
+                    lost.running.append(session)
         return lost
 
     @recorded
@@ -203,6 +187,16 @@ class Writer:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def _interrupted(self, part: str) -> list[Session]:
+        run = self._run / part
+        if not (run / RUN_FILE).exists():
+            return []
+        return interrupted_sessions(run)
+
+    def _end(self, part: str, session: Session) -> None:
+        session.finished_at = utc_now()
+        self._writer(part).add_session(session)
 
     def _append(self, package: Package, node: str) -> None:
         run = self._run / package.part
@@ -223,14 +217,6 @@ class Writer:
         writer = self._writer(package.part)
         for table, batch in _batches(package):
             writer.add_batch(table, batch)
-            if table == "events":
-                for session in _begun_sessions(batch):
-                    self._begun[node][session.session_id] = _Begun(package.part, session)
-            elif table == "sessions":
-                for row in batch_rows(batch):
-                    session = make_session(row)
-                    self._begun[node].pop(session.session_id, None)
-                    self._ended[node][session.session_id] = session
         writer.end_session()
 
     def _writer(self, part: str) -> RunWriter:
@@ -269,12 +255,6 @@ def keep_calls(package: Package, folder: Path) -> None:
         with RunWriter(staged, "never") as writer:
             for table, batch in _batches(package):
                 writer.add_batch(table, batch)
-
-
-def _begun_sessions(batch: pa.RecordBatch) -> list[Session]:
-    """Return the sessions that begin with a batch of events."""
-    started = batch.filter(pc.equal(batch.column("kind"), "session_started"))
-    return [interrupted_session(row) for row in batch_rows(started)]
 
 
 def _stream(table: str, batches: Iterable[pa.RecordBatch]) -> bytes:

@@ -101,7 +101,7 @@ async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run, 
     with pytest.raises(
         NodeLostError, match="a node is gone, with a report that was not written yet"
     ):
-        await fleet.write("append", [], "a", 1, [])
+        await fleet.write("append", [], "a", 1)
     fleet._writer.error = None
     await fleet.close()
 

@@ -34,7 +34,7 @@ class Sender:
         """Return the names of the tables that are sent."""
         self.number += 1
         package = self.shard.package(told)
-        assert await self.writer.append([package], "a", self.number, told) is None
+        assert await self.writer.append([package], "a", self.number) is None
         return [table for table, _ in package.tables]
 
 
@@ -97,8 +97,8 @@ async def test_a_report_that_comes_again_is_written_once(node, run):
         recorder.add_call(make_call(call_id="c0", session_id="s-0"))
         package = Shard(node).package()
     for _ in range(2):  # the driver was stopped while it waited for the first time
-        await writer.append([package], "a", 7, [])
-    await writer.append([package], "b", 1, [])
+        await writer.append([package], "a", 7)
+    await writer.append([package], "b", 1)
     assert ids(run, "calls") == ["c0", "c0"]  # the other one is another node's
 
 
@@ -112,13 +112,13 @@ async def test_a_lost_node_costs_the_sessions_that_ran_and_none_whose_row_had_co
         await sender.send("g-0")
         recorder.add_session(make_session("g-1"))
         await sender.send()  # its end is told by the next report, which never comes
-    lost = await writer.end_node("a", "node a is gone")
+    running = ["g-1", "g-2", "g-3"]
+    lost = await writer.end_node("a", "node a is gone", running)
     assert [session.session_id for session in lost.ended] == ["g-1"]
     assert [(each.session_id, each.status, each.error) for each in lost.running] == [
         ("g-2", "infrastructure", "node a is gone")
     ]
     assert ids(run, "sessions") == ["g-0", "g-1", "g-2"]
-    assert await writer.end_node("a", "node a is gone") == ([], [])
     assert (await writer.status())["error"] == "lost: node a is gone"
 
 
@@ -128,8 +128,8 @@ async def test_a_node_that_comes_back_counts_its_reports_anew(node, run):
         with RunWriter(node) as recorder:
             recorder.add_call(make_call(call_id=f"c{number}", session_id="s"))
             shard = Shard(node)
-            await writer.append([shard.package()], "a", 1, [])
-        await writer.end_node("a", "")
+            await writer.append([shard.package()], "a", 1)
+        await writer.end_node("a", "", [])
     assert ids(run, "calls") == ["c0", "c0", "c1"]
     assert (await writer.status())["error"] == ""
 
@@ -139,20 +139,19 @@ async def test_sessions_that_an_earlier_driver_left_are_cancelled(tmp_path):
     run = write_run(tmp_path / "run", *begun, make_session("g-1"))
     held_out = write_run(run / "evaluation", started_event(make_session("h-0")))
     writer = Writer(run)
-    await writer.end_interrupted("")
-    await writer.end_interrupted("evaluation")
+    await writer.end_interrupted()
     rows = {
         row["session_id"]: row["status"]
         for part in (run, held_out)
         for row in read_rows(part, "sessions")
     }
     assert rows == {"g-0": "cancelled", "g-1": "completed", "h-0": "cancelled"}
-    assert await Writer(tmp_path / "new").end_interrupted("") is None
+    assert await Writer(tmp_path / "new").end_interrupted() is None
 
 
 async def test_another_tokenizer_is_a_failure_that_names_the_node(node, tmp_path):
     run = write_run(tmp_path / "run", tokenizer_sha256="other")
-    failure = await Writer(run).append([Package([], read_metadata(node), {})], "a", 1, [])
+    failure = await Writer(run).append([Package([], read_metadata(node), {})], "a", 1)
     assert isinstance(failure, Failure)
     assert failure.message.startswith(f"node a: {run} was recorded with another tokenizer")
 
