@@ -54,8 +54,11 @@ class Output:
     """
 
     def __init__(self, log: Path, *, marker: bytes | None = None, limit: int = LOG_BYTES) -> None:
-        self.before, self.marked = b"", marker is None
-        self._marker, self._limit, self._left = marker, limit, limit
+        self.before = b""
+        self.marked = marker is None
+        self._marker = marker
+        self._limit = limit
+        self._left = limit
         self._error: OSError | None = None
         self._file = log.open("wb", buffering=0)
         self._read, self.descriptor = os.pipe()
@@ -82,15 +85,14 @@ class Output:
         poll = select.poll()
         for descriptor in (self._read, self._stopped):
             poll.register(descriptor, select.POLLIN)
-        while self._stopped not in {descriptor for descriptor, _ in poll.poll()}:
+        while self._stopped not in dict(poll.poll()):
             chunk = os.read(self._read, _CHUNK)
             if not chunk:
                 return
             self._take(chunk)
             if not self._left:
-                time.sleep(
-                    _PAUSE_SECONDS
-                )  # a program that floods its output takes no core of this process
+                # a program that floods its output takes no core of this process
+                time.sleep(_PAUSE_SECONDS)
         os.set_blocking(self._read, False)
         with contextlib.suppress(BlockingIOError):
             for _ in range(_PIPE_BYTES // _CHUNK):
@@ -111,7 +113,8 @@ class Output:
             while text:
                 text = text[self._file.write(text) :]
         except OSError as error:
-            self._error, self._left = error, 0
+            self._error = error
+            self._left = 0
 
 
 def _close_to_readers(descriptor: int) -> None:
@@ -138,8 +141,12 @@ async def made(make: Callable[[], T], remove: Callable[[T], None]) -> AsyncItera
     Raises what `make` raises. A caller that is cancelled meanwhile leaves nothing behind.
     """
     results: list[T] = []
+
+    def call() -> None:
+        results.append(make())
+
     try:
-        await finished_in(STARTS, lambda: results.append(make()))
+        await finished_in(STARTS, call)
         yield results[0]
     finally:
         for result in results:
@@ -150,7 +157,7 @@ async def made(make: Callable[[], T], remove: Callable[[T], None]) -> AsyncItera
 async def written_to(log: Path, *, marker: bytes | None = None) -> AsyncIterator[Output]:
     """Yield the output of a program, see `Output`. The file is complete when the block has been
     left."""
-    async with made(lambda: Output(log, marker=marker), Output.close) as output:
+    async with made(partial(Output, log, marker=marker), Output.close) as output:
         yield output
 
 
@@ -250,9 +257,9 @@ class Supervised:
         return await finished_in(STARTS, self.process.wait)
 
     def _read(self, message: bytes) -> int:
-        answer: dict[str, Any] = json.loads(
-            message or b'{"pid": 0}'
-        )  # the supervisor was killed: see its status
+        if not message:
+            return 0  # the supervisor was killed: see its status
+        answer: dict[str, Any] = json.loads(message)
         if "pid" in answer:
             return int(answer["pid"])
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
@@ -277,8 +284,12 @@ async def start(command: Sequence[str], **how: Any) -> AsyncIterator[Supervised]
     Raises `OSError` when it cannot be started.
     """
     started: list[Supervised] = []
+
+    def call() -> None:
+        started.append(Supervised(command, **how))
+
     try:
-        await finished_in(STARTS, lambda: started.append(Supervised(command, **how)))
+        await finished_in(STARTS, call)
         await started[0].started_async()
         yield started[0]
     finally:
@@ -318,7 +329,8 @@ async def run_supervised(
 
 async def end(program: Supervised, timeout: float, limit: Coroutine[Any, Any, StopReason]) -> Ended:
     """Wait for the end of a program. Stop it after `timeout` seconds, and when `limit` returns."""
-    ending, limited = asyncio.create_task(program.wait()), asyncio.create_task(limit)
+    ending = asyncio.create_task(program.wait())
+    limited = asyncio.create_task(limit)
     try:
         await asyncio.wait([ending, limited], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if ending.done():
@@ -329,6 +341,6 @@ async def end(program: Supervised, timeout: float, limit: Coroutine[Any, Any, St
         await asyncio.wait([ending], timeout=_GRACE_SECONDS)
         return Ended(None, "timeout")
     finally:
-        for task in (ending, limited):
-            task.cancel()
+        ending.cancel()
+        limited.cancel()
         await asyncio.gather(ending, limited, return_exceptions=True)

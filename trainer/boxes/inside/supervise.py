@@ -32,10 +32,12 @@ class Supervisor:
     its socket."""
 
     def __init__(self, request: dict[str, Any], control: socket.socket) -> None:
-        self._request, self._control = request, control
+        self._request = request
+        self._control = control
         self._parent = os.pidfd_open(request["parent"])
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._status: int | None = None
+        """The program's; None as long as it runs."""
         self._program = 0
 
     def run(self) -> int:
@@ -67,21 +69,16 @@ class Supervisor:
         os.set_blocking(woken, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         # handlers, not SIG_IGN, which a program would inherit
-        for number in (
-            signal.SIGCHLD,
-            signal.SIGINT,
-            signal.SIGTERM,
-            signal.SIGHUP,
-            signal.SIGQUIT,
-        ):
-            signal.signal(number, lambda *_: None)
+        for name in ("SIGCHLD", "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+            signal.signal(getattr(signal, name), _ignore)
         return woken
 
     def _start(self) -> None:
         for name, value in self._request["rlimits"].items():
             number = getattr(resource, name)
             hard = resource.getrlimit(number)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            if hard != resource.RLIM_INFINITY:
+                value = min(value, hard)
             resource.setrlimit(number, (value, value))
         if self._request["cpus"]:
             os.sched_setaffinity(0, self._request["cpus"])
@@ -91,13 +88,16 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             start_new_session=True,
-            # this process has one thread: the signal does not come early
-            preexec_fn=lambda: self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            preexec_fn=self._die_with_parent,
         )
         self._program = program.pid
         program.returncode = 0  # `_reap` waits for it
         for descriptor in descriptors:
             os.close(descriptor)
+
+    def _die_with_parent(self) -> None:
+        # the signal comes when the parent's thread ends: this process has one thread
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def _tell(self, **message: Any) -> None:
         with contextlib.suppress(OSError):
@@ -113,26 +113,28 @@ class Supervisor:
             self._reap()
             if self._status is not None:
                 return
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            ready = {descriptor for descriptor, _ in poll.poll(left and left * 1000)}
+            milliseconds = None
+            if deadline is not None:
+                milliseconds = (deadline - time.monotonic()) * 1000
+                if milliseconds <= 0:
+                    return
+            ready = dict(poll.poll(milliseconds))
             if woken in ready:
                 os.read(woken, 4096)
-            if self._control.fileno() in ready and self._control_bytes():
+            if self._control.fileno() in ready and self._is_told_to_terminate():
                 self._signal(signal.SIGTERM)
-            elif ready - {woken}:
+            elif self._control.fileno() in ready or self._parent in ready:
                 poll.unregister(self._control)
                 poll.unregister(self._parent)
                 deadline = time.monotonic() + self._request["grace"]
                 if self._request["grace"]:
                     self._signal(signal.SIGTERM)
 
-    def _control_bytes(self) -> bytes:
-        try:
-            return self._control.recv(4096)
-        except OSError:
-            return b""
+    def _is_told_to_terminate(self) -> bool:
+        """Return False if rolltap has closed its socket: then the program has to end."""
+        with contextlib.suppress(OSError):
+            return bool(self._control.recv(4096))
+        return False
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -168,16 +170,19 @@ def _children(parent: int) -> list[tuple[int, int]]:
     """Return the process id and the process group of each child. Not in `/proc/PID/task` of every
     kernel."""
     children: list[tuple[int, int]] = []
-    for pid in sorted(
-        (int(entry) for entry in os.listdir("/proc") if entry.isdigit()), reverse=True
-    ):
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    for pid in sorted(pids, reverse=True):
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/stat", "rb") as file:
                 # the name before the last parenthesis may have spaces and parentheses of its own
-                _, ppid, group, *_ = file.read().rpartition(b")")[2].split()
-            if int(ppid) == parent:
-                children.append((pid, int(group)))
+                fields = file.read().rpartition(b")")[2].split()
+            if int(fields[1]) == parent:
+                children.append((pid, int(fields[2])))
     return children
+
+
+def _ignore(*_: object) -> None:
+    """Handle a signal: it has woken this process, which is all."""
 
 
 def main() -> None:
@@ -188,10 +193,8 @@ def main() -> None:
     request = json.load(sys.stdin)
     status = Supervisor(request, socket.socket(fileno=int(sys.argv[1]))).run()
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL) if -status not in (
-            signal.SIGKILL,
-            signal.SIGSTOP,
-        ) else None
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
