@@ -5,11 +5,12 @@ import dataclasses
 import difflib
 import errno
 import hashlib
+import math
 import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +37,7 @@ _MAX_DIFF_BYTES = 1 << 20
 _MAX_DIFF_FILE_BYTES = 256 << 10
 _MAX_DIFF_FILE_LINES = 4000
 """difflib's time grows with the square of the lines."""
+_NO_NEWLINE = "\n\\ No newline at end of file\n"
 _KNOWN_STARTS = 32
 """Starts whose digests are kept. One of 40,000 files takes some 20 MB."""
 _MAX_LISTED = 100
@@ -86,8 +88,10 @@ class Changes:
     @property
     def files(self) -> list[str]:
         """Paths of changed and deleted files and links, and of new empty folders, in order."""
-        above = {parent for path in self.changed for parent in parents(path)}
-        return sorted(({*self.changed} - above) | {*self.deleted})
+        paths = {*self.changed, *self.deleted}
+        for path in self.changed:
+            paths.difference_update(parents(path))
+        return sorted(paths)
 
     def without(self, refused: Mapping[str, Refusal]) -> "Changes":
         """Return the changes less those at some paths, which are among `refused` then."""
@@ -109,29 +113,36 @@ class Changes:
         files = self.files
         tests = [path for path in files if path not in self.added and matches(path, TEST_FILES)]
         planted = set(filter(loads_by_itself, self.changed))
-        planted |= {path for path, why in self.refused.items() if why in ("planted", "settings")}
-        odd = {path for path, why in self.refused.items() if why in _ODD}
-        environments = {
-            path.rpartition("/")[0] for path in self.added if path.endswith("/pyvenv.cfg")
-        }
-
-        def unusual(paths: set[str]) -> int:
-            told = (path for path in paths if not _ORDINARY.search(path))
-            return sum(environments.isdisjoint(parents(path)) for path in told)
-
+        odd: set[str] = set()
+        refused: list[str] = []
+        for path, why in sorted(self.refused.items()):
+            refused.append(f"{_shown(path)}: {why}")
+            if why in _ODD:
+                odd.add(path)
+            if why in ("planted", "settings"):
+                planted.add(path)
         return {
             "diff_sha256": hashlib.sha256(self.diff.encode()).hexdigest(),
             "changed_files": len(files),
             "changed": [_shown(path) for path in files[:_MAX_LISTED]],
             "changed_test_files": len(tests),
             "changed_tests": [_shown(path) for path in tests[:_MAX_LISTED]],
-            "planted_files": unusual(planted),
-            "odd_files": unusual(odd),
-            "refused_files": len(self.refused),
-            "refused": [
-                f"{_shown(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]
-            ],
+            "planted_files": self._unusual(planted),
+            "odd_files": self._unusual(odd),
+            "refused_files": len(refused),
+            "refused": refused[:_MAX_LISTED],
         }
+
+    def _unusual(self, paths: Set[str]) -> int:
+        """Count the paths that installing packages and running tests do not leave."""
+        environments: set[str] = set()
+        for path in self.added:
+            if path.endswith("/pyvenv.cfg"):
+                environments.add(path.rpartition("/")[0])
+        count = 0
+        for path in paths:
+            count += not _ORDINARY.search(path) and environments.isdisjoint(parents(path))
+        return count
 
 
 def loads_by_itself(path: str) -> bool:
@@ -152,11 +163,8 @@ def is_of_the_machine(error: OSError) -> bool:
 
 def _shown(path: str) -> str:
     text = printable(path)
-    return (
-        text
-        if len(text) <= _MAX_SHOWN
-        else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
-    )
+    half = _MAX_SHOWN // 2
+    return text if len(text) <= _MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 def find_changes(
@@ -188,59 +196,50 @@ def find_changes(
         if is_of_the_machine(error):
             raise
         raise TooMuchError(f"the workspace cannot be read: {error}") from error
-    # what the start has as well is no refusal, and compiled Python comes with every run of it
-    refused = {
-        path: why
-        for path, why in after.refused.items()
-        if why not in (before.refused.get(path), "cache")
-    }
-    changed = {
-        path: entry
-        for path, entry in after.entries.items()
-        if before.entries.get(path) != entry and entry.size <= MAX_FILE_BYTES
-    }
-    gone = (
-        path for path in before.entries if path not in after.entries and path not in after.refused
-    )
+    refused: dict[str, Refusal] = {}
+    for path, why in after.refused.items():
+        # compiled Python comes with every run of it
+        if why not in ("cache", before.refused.get(path)):
+            refused[path] = why
+    changed: dict[str, Entry] = {}
+    for path, entry in after.entries.items():
+        if entry != before.entries.get(path) and entry.size <= MAX_FILE_BYTES:
+            changed[path] = entry
+    gone = before.entries.keys() - after.entries.keys() - after.refused.keys()
     deleted = tuple(sorted(gone, reverse=True))
-    added = frozenset(path for path in changed if path not in before.entries)
-    diff = _diff(
-        start,
-        workspace,
-        before.entries,
-        changed,
-        deleted,
-        min(end, time.monotonic() + _MAX_DIFF_SECONDS),
+    end = min(end, time.monotonic() + _MAX_DIFF_SECONDS)
+    diff = _diff(start, workspace, before.entries, changed, deleted, end)
+    return Changes(
+        changed, deleted, refused, diff, frozenset(changed.keys() - before.entries.keys())
     )
-    return Changes(changed, deleted, refused, diff, added)
 
 
 def _require_bounded(before: Tree, after: Tree) -> None:
     """Raise `TooMuchError` for too many bytes in new files and files of another size. Files may
     have holes."""
-    sizes = (
-        entry.size
-        for path, entry in after.entries.items()
-        if entry.size <= MAX_FILE_BYTES
-        and ((old := before.entries.get(path)) is None or old.size != entry.size)
-    )
-    if sum(sizes) > MAX_CHANGED_BYTES:
+    size = 0
+    for path, entry in after.entries.items():
+        old = before.entries.get(path)
+        is_other = old is None or old.size != entry.size
+        if is_other and entry.size <= MAX_FILE_BYTES:
+            size += entry.size
+    if size > MAX_CHANGED_BYTES:
         raise TooMuchError(f"the agent changed more than {MAX_CHANGED_BYTES >> 30} GiB of files")
 
 
-def _hash_files(workspace: Path, after: Tree, end: float) -> None:
-    """Set the digests of the files of a workspace. `end` is of the clock `time.monotonic`."""
-    for path, entry in list(after.entries.items()):
+def _hash_files(root: Path, tree: Tree, end: float = math.inf) -> None:
+    """Set the digests of the files of a folder. `end` is of the clock `time.monotonic`."""
+    for path, entry in list(tree.entries.items()):
         if entry.kind != "file" or entry.size > MAX_FILE_BYTES:
             continue
         if time.monotonic() > end:
             raise TooMuchError("comparing the workspace with the start took too long")
         try:
-            digest = folders.file_digest(workspace, path, stat.S_IRUSR)
-            after.entries[path] = dataclasses.replace(entry, digest=digest)
+            digest = folders.file_digest(root, path, tree.rights)
+            tree.entries[path] = dataclasses.replace(entry, digest=digest)
         except PermissionError:
-            after.refused[path] = "unreadable"
-            del after.entries[path]
+            tree.refused[path] = "unreadable"
+            del tree.entries[path]
 
 
 def _read_start(start: Path) -> Tree:
@@ -250,15 +249,13 @@ def _read_start(start: Path) -> Tree:
         tree = folders.scan(start)
     except TooMuchError as error:
         raise InputError(f"the task's start: {error}") from error
-    for path, entry in list(tree.entries.items()):
-        if entry.kind == "file" and entry.size <= MAX_FILE_BYTES:
-            tree.entries[path] = dataclasses.replace(entry, digest=folders.file_digest(start, path))
+    _hash_files(start, tree)
     return tree
 
 
 @lru_cache(maxsize=_KNOWN_STARTS)
 def _known_start(start: Path, digest: str) -> Tree:
-    """Do what `_read_start` does, once for a start with this digest."""
+    """Read a start once for all that ask with this digest."""
     return _read_start(start)
 
 
@@ -267,14 +264,24 @@ def _diff(
     workspace: Path,
     before: Mapping[str, Entry],
     changed: Mapping[str, Entry],
-    deleted: tuple[str, ...],
+    deleted: Sequence[str],
     end: float,
 ) -> str:
     parts: list[str] = []
     left = _MAX_DIFF_BYTES
     for path in sorted([*changed, *deleted]):
-        old, new = before.get(path), changed.get(path)
-        part = _file_diff(start, workspace, path, old, new)
+        old = before.get(path)
+        new = changed.get(path)
+        name = printable(path).replace("\n", "\\n")
+        summary = f"{name}: {_describe(old)} -> {_describe(new)}\n"
+        part = summary
+        old_lines = _lines(start, path, old)
+        new_lines = _lines(workspace, path, new)
+        if old_lines is not None and new_lines is not None:
+            names = (f"a/{name}" if old else "/dev/null", f"b/{name}" if new else "/dev/null")
+            part = "".join(difflib.unified_diff(old_lines, new_lines, *names))
+            if old and new and old.executable != new.executable:
+                part = summary + part
         left -= len(part.encode())
         if left < 0 or time.monotonic() > end:
             whole = hashlib.sha256(repr((sorted(changed.items()), deleted)).encode()).hexdigest()
@@ -284,32 +291,15 @@ def _diff(
     return "".join(parts)
 
 
-def _file_diff(
-    start: Path, workspace: Path, path: str, old: Entry | None, new: Entry | None
-) -> str:
-    name = printable(path).replace("\n", "\\n")
-    summary = f"{name}: {_describe(old)} -> {_describe(new)}\n"
-    if {entry.kind for entry in (old, new) if entry is not None} != {"file"}:
-        return summary
-    texts = [_lines(start, path, old), _lines(workspace, path, new)]
-    if texts[0] is None or texts[1] is None:
-        return summary
-    mode = summary if old and new and old.executable != new.executable else ""
-    names = (f"a/{name}" if old else "/dev/null", f"b/{name}" if new else "/dev/null")
-    lines = difflib.unified_diff(texts[0], texts[1], *names)
-    ends = "\n\\ No newline at end of file\n"
-    return mode + "".join(line if line.endswith("\n") else line + ends for line in lines)
-
-
 def _describe(entry: Entry | None) -> str:
     if entry is None:
         return "nothing"
-    if entry.kind == "file":
-        return (
-            f"{'executable ' if entry.executable else ''}file of {entry.size} bytes, SHA-256"
-            f" {entry.digest or '?'}"
-        )
-    return f"link to {printable(entry.target)!r}" if entry.kind == "link" else "folder"
+    if entry.kind == "folder":
+        return "folder"
+    if entry.kind == "link":
+        return f"link to {printable(entry.target)!r}"
+    program = "executable " if entry.executable else ""
+    return f"{program}file of {entry.size} bytes, SHA-256 {entry.digest or '?'}"
 
 
 def _lines(root: Path, path: str, entry: Entry | None) -> list[str] | None:
@@ -325,7 +315,11 @@ def _lines(root: Path, path: str, entry: Entry | None) -> list[str] | None:
         return None
     if len(lines) > _MAX_DIFF_FILE_LINES:
         return None
-    return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    last = lines.pop()
+    texts = [f"{line}\n" for line in lines]
+    if last:
+        texts.append(f"{last}{_NO_NEWLINE}")
+    return texts
 
 
 def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: Path) -> None:
@@ -360,5 +354,5 @@ def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: P
             else:
                 chunks = iter([source[path]])
             digest = folders.write_file(fresh, path, chunks, executable=entry.executable)
-        if digest != entry.digest:
+        if entry.digest not in ("", digest):
             raise OSError(f"{printable(path)} was changed while it was copied")
