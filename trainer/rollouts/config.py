@@ -6,22 +6,19 @@ and `rolltap.rollout` takes them as keywords.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.choose import make_runtime
+from rolltap.trainer.boxes.choose import Settings, make_runtime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.toml import describe
 
-RUNTIME_SETTINGS = (
-    *("tools", "container_engine", "container_arguments", "build"),
-    *("ssh", "ssh_kind", "ssh_python", "ssh_arguments"),
-    *("harbor_python", "harbor_environment", "recorder_address"),
-)
+RUNTIME_SETTINGS = tuple(field.name for field in fields(Settings))
 """Settings of a runtime that is chosen by its name."""
 
 FREE_OPTIONS = frozenset(
@@ -215,20 +212,8 @@ class RolloutConfig(BaseModel):
 
     def make_runtime(self) -> Runtime:
         """Return the runtime. Raises `InputError` for a setting that it does not have."""
-        return make_runtime(
-            self.runtime,
-            tools=self.tools,
-            container_engine=self.container_engine,
-            container_arguments=self.container_arguments,
-            build=self.build,
-            ssh=self.ssh,
-            ssh_kind=self.ssh_kind,
-            ssh_python=self.ssh_python,
-            ssh_arguments=self.ssh_arguments,
-            harbor_python=self.harbor_python,
-            harbor_environment=self.harbor_environment,
-            recorder_address=self.recorder_address,
-        )
+        given = {name: getattr(self, name) for name in RUNTIME_SETTINGS}
+        return make_runtime(self.runtime, **given)
 
 
 class RolloutArguments(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Starts the agent of `boxes/remote/connection.py` on another machine. The agent's files come over stdin.
+"""Starts the agent of `boxes/remote` on another machine. The agent's files come over stdin.
 
 For every Python 3, so that one that is too old can say so. stdin is not read further than the files
 go.
