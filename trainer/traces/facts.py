@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from operator import attrgetter
 from typing import NamedTuple
 
 from rolltap.addons.dialects.routes import find_route
@@ -36,11 +37,10 @@ _LOOPBACK = re.compile(
 
 def model_places(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return texts that may name the address of a program's model, by where they stand."""
-    places = {
-        name: value
-        for name, value in environment.items()
-        if name.endswith(("BASE_URL", "API_BASE"))
-    }
+    places: dict[str, str] = {}
+    for name, value in environment.items():
+        if name.endswith(("BASE_URL", "API_BASE")):
+            places[name] = value
     for word in command[1:]:
         if not os.path.isfile(word):
             continue
@@ -52,8 +52,11 @@ def model_places(command: Sequence[str], environment: Mapping[str, str]) -> dict
 
 def on_loopback(places: Mapping[str, str]) -> str:
     """Return a sentence that names the places of a model on loopback; empty without one."""
-    found = {place: _LOOPBACK.search(text) for place, text in places.items()}
-    named = [f"{match[0]!r} in {place}" for place, match in found.items() if match]
+    named: list[str] = []
+    for place, text in places.items():
+        match = _LOOPBACK.search(text)
+        if match is not None:
+            named.append(f"{match[0]!r} in {place}")
     if not named:
         return ""
     return f"A model on loopback is asked past the recorder, and there is {' and '.join(named)}"
@@ -84,29 +87,33 @@ class EventFact(NamedTuple):
 def find_fault(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
     """Return the newest fault of a session whose calls have ended, in words; None without one."""
     roles = {call.call_id: call.role for call in calls}
-    faults = [event for event in events if event.kind == "fault"]
-    lost = [
-        event._replace(detail=f"call {event.call_id} began and could not be recorded")
-        for event in events
-        if event.kind == "call_started" and event.call_id not in roles
-    ]
+    faults = _of_kinds(events, "fault")
+    lost: list[EventFact] = []
+    for event in _of_kinds(events, "call_started"):
+        if event.call_id not in roles:
+            detail = f"call {event.call_id} began and could not be recorded"
+            lost.append(event._replace(detail=detail))
     own = [call for call in calls if call.role != "auxiliary"]
     if not any(call.sampled for call in own or calls):
-        if not faults and any(event.kind == "budget" for event in events):
-            return (
-                None  # the first prompt was over the budget: another attempt would be refused too
-            )
-        if not calls and not faults and not lost:
+        if faults:
+            why = f": {_newest(faults).detail}"
+        elif _of_kinds(events, "budget"):
+            # the first prompt was over the budget: another attempt would be refused too
+            return None
+        elif calls or lost:
+            why = ""
+        else:
             return _why_no_call(events)
-        why = f": {_newest(faults).detail}" if faults else ""
         return f"no token was sampled, so that no reward can be the policy's{why}"
-    open_faults = [
-        fault
-        for fault in faults + lost
-        if not (own and _is_side_question(fault, roles))
-        and not _recovered(fault, roles.get(fault.call_id or ""), calls)
-    ]
-    return f"it did not recover from: {_newest(open_faults).detail}" if open_faults else None
+    open_faults: list[EventFact] = []
+    for fault in faults + lost:
+        if own and _is_side_question(fault, roles):
+            continue
+        if not _recovered(fault, roles.get(fault.call_id or ""), calls):
+            open_faults.append(fault)
+    if not open_faults:
+        return None
+    return f"it did not recover from: {_newest(open_faults).detail}"
 
 
 def failed_tls(kind: str, detail: str) -> bool:
@@ -116,26 +123,32 @@ def failed_tls(kind: str, detail: str) -> bool:
 
 
 def _why_no_call(events: Sequence[EventFact]) -> str:
-    if rejected := [event for event in events if event.kind == "rejected"]:
+    rejected = _of_kinds(events, "rejected")
+    if rejected:
         return f"every model call was refused: {_newest(rejected).detail}"
-    if uncaptured := [event for event in events if event.kind == "uncaptured"]:
+    uncaptured = _of_kinds(events, "uncaptured")
+    if uncaptured:
         last = _newest(uncaptured)
         request = f"{last.method} {last.host}{last.path} ({last.detail})"
         return f"no model call came, only requests to unknown paths that look like one: {request}"
-    if untrusting := [event for event in events if failed_tls(event.kind, event.detail)]:
+    untrusting = [event for event in events if failed_tls(event.kind, event.detail)]
+    if untrusting:
         last = _newest(untrusting)
         return f"no model call came: {last.host}: {last.detail}. {DISTRUST}"
-    if others := [event for event in events if event.kind == "refused" and event.method]:
+    others = [event for event in _of_kinds(events, "refused") if event.method]
+    if others:
         last = _newest(others)
-        return (
-            f"no model call came, only other requests: {last.method} {last.host}{last.path}."
-            f" {_PAST_IT}"
-        )
+        request = f"{last.method} {last.host}{last.path}"
+        return f"no model call came, only other requests: {request}. {_PAST_IT}"
     return f"no model call came: did the program use the proxy? {_PAST_IT}"
 
 
+def _of_kinds(events: Sequence[EventFact], *kinds: str) -> list[EventFact]:
+    return [event for event in events if event.kind in kinds]
+
+
 def _newest(events: Sequence[EventFact]) -> EventFact:
-    return max(events, key=lambda event: event.at)
+    return max(events, key=attrgetter("at"))
 
 
 def _is_side_question(fault: EventFact, roles: Mapping[str, CallRole]) -> bool:
@@ -147,38 +160,38 @@ def _is_side_question(fault: EventFact, roles: Mapping[str, CallRole]) -> bool:
 
 
 def _recovered(fault: EventFact, role: CallRole | None, calls: Sequence[CallFact]) -> bool:
-    enough = {"agent", role} if role is not None else {"agent", "subagent", "compaction"}
-    return any(
-        call.status == "completed" and call.started_at > fault.at and call.role in enough
-        for call in calls
-    )
+    enough: set[CallRole] = {"agent", "subagent", "compaction"}
+    if role is not None:
+        enough = {"agent", role}
+    return any(call.role in enough for call in _completed_after(fault, calls))
+
+
+def _completed_after(event: EventFact, calls: Sequence[CallFact]) -> list[CallFact]:
+    return [call for call in calls if call.status == "completed" and call.started_at > event.at]
 
 
 def find_budget(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
     """Return the newest budget that ended a session whose calls have ended, in words; None when
     none did."""
-    refused = [event for event in events if event.kind == "budget"]
+    refused = _of_kinds(events, "budget")
     if not refused:
         return None
     last = _newest(refused)
-    continued = any(call.status == "completed" and call.started_at > last.at for call in calls)
-    return None if continued else f"budget: {last.detail}"
+    if _completed_after(last, calls):
+        return None
+    return f"budget: {last.detail}"
 
 
 def find_divergence(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
     """Return why a fork did not come to the call at which it samples, in words; None when it did,
     and after a fault."""
-    kinds = {event.kind for event in events}
-    ended = (
-        "diverged: it ended before the call at which it forks"
-        if "rerun" in kinds and not calls
-        else None
-    )
-    return (
-        None
-        if "fault" in kinds
-        else next((event.detail for event in events if event.kind == "diverged"), ended)
-    )
+    if _of_kinds(events, "fault"):
+        return None
+    for event in _of_kinds(events, "diverged"):
+        return event.detail
+    if _of_kinds(events, "rerun") and not calls:
+        return "diverged: it ended before the call at which it forks"
+    return None
 
 
 class Facts(NamedTuple):
@@ -215,20 +228,21 @@ class Facts(NamedTuple):
 def session_facts(rows: SessionRows, session_id: str) -> Facts:
     """Return the facts of a session whose calls have ended. Raises `RunError` and `OSError` of the
     folder."""
-    calls = [
-        CallFact(call_id, role, status, started_at, len(completion_ids or ()))
-        for call_id, role, status, started_at, completion_ids in rows.of(
-            "calls", session_id, ("call_id", "role", "status", "started_at", "completion_ids")
-        )
-    ]
+    columns = ("call_id", "role", "status", "started_at", "completion_ids")
+    calls: list[CallFact] = []
+    for call_id, role, status, started_at, sampled in rows.of("calls", session_id, columns):
+        calls.append(CallFact(call_id, role, status, started_at, len(sampled or ())))
     events = [EventFact(*row) for row in rows.of("events", session_id, EventFact._fields)]
+    unreadable = None
+    for event in _of_kinds(events, "unreadable")[:1]:
+        unreadable = event.detail
     return Facts(
         diverged=find_divergence(calls, events),
         fault=find_fault(calls, events),
         budget=find_budget(calls, events),
-        completed_calls=sum(call.status == "completed" for call in calls),
+        completed_calls=[call.status for call in calls].count("completed"),
         calls=len(calls),
-        uncaptured=sum(event.kind == "uncaptured" for event in events),
-        unreadable=next((event.detail for event in events if event.kind == "unreadable"), None),
-        refusals=sum(event.kind in ("refused", "rejected", "unauthorised") for event in events),
+        uncaptured=len(_of_kinds(events, "uncaptured")),
+        unreadable=unreadable,
+        refusals=len(_of_kinds(events, "refused", "rejected", "unauthorised")),
     )
