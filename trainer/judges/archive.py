@@ -30,11 +30,16 @@ def keep_changes(changes: Changes, start: Start, workspace: Path, path: Path) ->
     bytes.
 
     `changed` is path -> kind, whether it is executable, and the content of a file in base64 or the
-    target of a link. Over `MAX_BYTES` it is None. Raises `OSError`.
+    target of a link. Over `MAX_BYTES` the JSON is null. Raises `OSError`.
     """
     text = b"null"
     if sum(entry.size for entry in changes.changed.values()) < MAX_BYTES:
-        changed = {name: _packed(workspace, name, entry) for name, entry in changes.changed.items()}
+        changed: dict[str, tuple[str, bool, str]] = {}
+        for name, entry in changes.changed.items():
+            value = entry.target
+            if entry.kind == "file":
+                value = _read_base64(workspace, name)
+            changed[name] = (entry.kind, entry.executable, value)
         kept = {
             "start": start.digest,
             "changed": changed,
@@ -42,15 +47,15 @@ def keep_changes(changes: Changes, start: Start, workspace: Path, path: Path) ->
             "refused": {**changes.refused},
         }
         text = json.dumps(kept, sort_keys=True).encode()
-    path.write_bytes(gzip.compress(text if len(text) < MAX_BYTES else b"null", 6, mtime=0))
+    if len(text) >= MAX_BYTES:
+        text = b"null"
+    path.write_bytes(gzip.compress(text, 6, mtime=0))
 
 
-def _packed(workspace: Path, path: str, entry: Entry) -> tuple[str, bool, str]:
-    if entry.kind != "file":
-        return entry.kind, False, entry.target
+def _read_base64(workspace: Path, path: str) -> str:
     parent, _, name = path.rpartition("/")
     with opened(workspace, parent) as folder:
-        return entry.kind, entry.executable, b64encode(b"".join(read_chunks(folder, name))).decode()
+        return b64encode(b"".join(read_chunks(folder, name))).decode()
 
 
 def restore_changes(path: Path, start: Start, workspace: Path) -> Mapping[str, Refusal]:
@@ -59,33 +64,36 @@ def restore_changes(path: Path, start: Start, workspace: Path) -> Mapping[str, R
 
     Raises `InputError` without an archive of the start, or with a damaged one, and `OSError`.
     """
+    changed: dict[str, Entry] = {}
+    contents: dict[str, bytes] = {}
+    refused: dict[str, Refusal] = {}
     try:
         with gzip.open(path) as packed:
             kept = json.loads(packed.read(MAX_BYTES))
         if kept is None:
-            raise InputError(
-                f"the agent's changes were not kept: they take more than {MAX_BYTES >> 20} MiB"
-            )
-        for name in (*kept["changed"], *kept["deleted"]):
-            if {"", ".", ".."} & {*name.split("/")} or len(name) > MAX_PATH:
+            large = f"they take more than {MAX_BYTES >> 20} MiB"
+            raise InputError(f"the agent's changes were not kept: {large}")
+        deleted = tuple(kept["deleted"])
+        for name in (*kept["changed"], *deleted):
+            if not {"", ".", ".."}.isdisjoint(name.split("/")) or len(name) > MAX_PATH:
                 raise InputError(f"{path} has {name[:300]!r}, which is no path of a workspace")
-        changed, contents = dict[str, Entry](), dict[str, bytes]()
         for name, (kind, executable, value) in kept["changed"].items():
-            contents[name] = content = b64decode(value, validate=True) if kind == "file" else b""
-            digest, target = hashlib.sha256(content).hexdigest(), value if kind == "link" else ""
+            target = value if kind == "link" else ""
+            content = b64decode(value, validate=True) if kind == "file" else b""
+            digest = hashlib.sha256(content).hexdigest()
+            contents[name] = content
             changed[name] = Entry(kind, executable, len(content), digest, target)
+        for name, why in kept["refused"].items():
+            if why in _REFUSALS:
+                refused[name] = why
         if kept["start"] != start.digest:
-            raise InputError(
-                "its task starts with other files than the session, which the agent's changes do"
-                " not fit"
-            )
-        changes = Changes(changed, tuple(kept["deleted"]))
-        refused = {name: why for name, why in kept["refused"].items() if why in _REFUSALS}
+            fault = "its task starts with other files than the session"
+            raise InputError(f"{fault}, which the agent's changes do not fit")
     except FileNotFoundError as error:
         raise InputError(f"the agent's changes were not kept: there is no {path}") from error
     except InputError:
         raise
     except Exception as error:  # whatever somebody wrote there
         raise InputError(f"{path} is damaged, or no archive of changes: {error!r}") from error
-    apply_changes(changes, contents, workspace)
+    apply_changes(Changes(changed, deleted), contents, workspace)
     return refused
