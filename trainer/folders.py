@@ -10,10 +10,15 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 
+def new_folder() -> Path:
+    """Make a folder that only this user can enter."""
+    return Path(tempfile.mkdtemp(prefix="rolltap-"))
+
+
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a new folder that only this user can enter, and remove it at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="rolltap-"))
+    """Yield such a folder, and remove it at the end."""
+    folder = new_folder()
     try:
         yield folder
     finally:

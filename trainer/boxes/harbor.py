@@ -19,7 +19,6 @@ import math
 import re
 import secrets
 import signal
-import tempfile
 import threading
 import zlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from rolltap.trainer.boxes.inside.harbor_process import VERSION, Harbor
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended
 from rolltap.trainer.boxes.supervised import LOG_BYTES, made
 from rolltap.trainer.concurrency import in_folder_thread, run_blocking, run_to_end, wait_for_end
-from rolltap.trainer.folders import remove_folder
+from rolltap.trainer.folders import new_folder, remove_folder
 from rolltap.trainer.tasks.box_paths import HOME
 from rolltap.trainer.tasks.task import Build
 
@@ -298,7 +297,7 @@ class HarborRuntime:
         """Yield an environment without files of this machine."""
         if self._restricts is None:
             await run_to_end(self.check)
-        async with made(self._enter, self._leave), made(_new_folder, remove_folder) as folder:
+        async with made(self._enter, self._leave), made(new_folder, remove_folder) as folder:
             box = HarborBox(self, spec, folder)
             try:
                 await box.start()
@@ -416,10 +415,6 @@ def _bare(image: str, workdir: str, folder: Path) -> BoxSpec:
     """Return a box of an image, which gets no files."""
     name = f"rolltap-{secrets.token_hex(4)}"
     return BoxSpec(name=name, workspace=folder, workdir=workdir, home=folder, image=image)
-
-
-def _new_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="rolltap-"))
 
 
 def _pack(file: Path, parts: Mapping[str, Path]) -> None:

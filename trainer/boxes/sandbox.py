@@ -8,9 +8,8 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -33,16 +32,17 @@ from rolltap.trainer.boxes.supervised import (
 )
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.boxes.way_out import PORT, way_out
-from rolltap.trainer.folders import remove_folder, scratch_folder
+from rolltap.trainer.folders import new_folder, remove_folder, scratch_folder
 from rolltap.trainer.tasks.box_paths import HOME
 
 _USER = 1000
 """User and group in the box. Not 0: programs that unpack files as root try to give them to other
 users."""
 _ETC = {
-    "passwd": (
-        f"agent:x:{_USER}:{_USER}::/home/agent:/bin/bash\nnobody:x:65534:65534::/:/usr/sbin/nologin\n"
-    ),
+    "passwd": f"""\
+agent:x:{_USER}:{_USER}::/home/agent:/bin/bash
+nobody:x:65534:65534::/:/usr/sbin/nologin
+""",
     "group": f"agent:x:{_USER}:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
@@ -60,6 +60,15 @@ _SYSTEM_ETC = (
 _GIB = 1 << 30
 """Size of /tmp and of /dev/shm when memory has no limit. With one each has half of it, which does
 not count as used."""
+
+
+_OPTIONS = """
+--unshare-all --unshare-user --disable-userns --uid {user} --gid {user} --cap-drop ALL
+--new-session --die-with-parent --hostname box --clearenv
+--size {size} --perms 1777 --tmpfs /tmp
+--dir /run --dir /var --symlink ../tmp /var/tmp --proc /proc --dev /dev
+--size {size} --perms 1777 --tmpfs /dev/shm --remount-ro /dev
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +93,30 @@ class View:
     def arguments(self, env: Mapping[str, str]) -> list[str]:
         """Return the options of bwrap, all but the command and what passes descriptors. `env` is
         the environment."""
-        memory = self.spec.limits.memory_gib
-        size = _GIB if memory is None else max(int(memory * _GIB) // 2, 1 << 20)
-        options = (
-            f"--unshare-all --unshare-user --disable-userns --uid {_USER} --gid {_USER} --cap-drop"
-            f" ALL --new-session --die-with-parent --hostname box --clearenv --size {size} --perms"
-            " 1777 --tmpfs /tmp --dir /run --dir /var --symlink ../tmp /var/tmp --proc /proc --dev"
-            f" /dev --size {size} --perms 1777 --tmpfs /dev/shm --remount-ro /dev"
-        ).split()
+        spec = self.spec
+        size = _GIB
+        if spec.limits.memory_gib is not None:
+            size = max(int(spec.limits.memory_gib * _GIB) // 2, 1 << 20)
+        options = _OPTIONS.format(user=_USER, size=size).split()
         for name in _SYSTEM_ETC.split():
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         for name in _ETC:
             options += ["--ro-bind", str(self.etc / name), f"/etc/{name}"]
-        for path, seen in self.layers.items():
-            options += _same(path) if seen else _empty(path)
-        for path, seen in self.layers.items():
-            options += [] if seen or not path.is_dir() else ["--remount-ro", str(path)]
-        spec = self.spec
+        empty_folders = []
+        for path, is_seen in self.layers.items():
+            if is_seen:
+                options += _same(path)
+            elif path.is_dir():
+                options += ["--tmpfs", str(path)]
+                empty_folders.append(path)
+            else:
+                options += ["--ro-bind", "/dev/null", str(path)]
+        for path in empty_folders:  # all that is mounted in them is there now
+            options += ["--remount-ro", str(path)]
         options += ["--bind", str(spec.home), HOME, "--bind", str(spec.workspace), spec.workdir]
         for mount in spec.mounts:
-            options += [
-                "--bind" if mount.writable else "--ro-bind",
-                str(mount.source),
-                mount.target,
-            ]
+            bind = "--bind" if mount.writable else "--ro-bind"
+            options += [bind, str(mount.source), mount.target]
         # as root the box's user is the owner of /proc/sys, whose core_pattern names a program for
         # root
         options += ["--remount-ro", "/proc", "--remount-ro", "/", "--chdir", spec.workdir]
@@ -131,24 +140,21 @@ def _same(path: Path) -> list[str]:
     return ["--ro-bind-try", str(path), str(path)]
 
 
-def _empty(path: Path) -> list[str]:
-    return ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", "/dev/null", str(path)]
-
-
 def _require_no_link(spec: BoxSpec) -> None:
     """Raise `OSError` for a mount on whose way there is a link in a folder that programs of the box
     write to.
 
     bubblewrap follows such a link while the machine's own files are still there, below /oldroot.
     """
-    written = {PurePosixPath(spec.workdir): spec.workspace, PurePosixPath(HOME): spec.home}
-    targets = {PurePosixPath(spec.workdir)}
+    workdir = PurePosixPath(spec.workdir)
+    written = {workdir: spec.workspace, PurePosixPath(HOME): spec.home}
+    places = {workdir, *workdir.parents}
     for mount in spec.mounts:
         target = PurePosixPath(mount.target)
-        targets.add(target)
+        places |= {target, *target.parents}
         if mount.writable:
             written[target] = mount.source
-    for place in {way for target in targets for way in (target, *target.parents)}:
+    for place in places:
         for top in place.parents:
             if top in written and (written[top] / place.relative_to(top)).is_symlink():
                 raise OSError(f"{place} is a link, and the box has a mount there: remove the link")
@@ -164,8 +170,10 @@ class SandboxBox:
     """A view of the machine, and the programs that run in it, each in namespaces of its own."""
 
     def __init__(self, runtime: HidingRuntime, spec: BoxSpec, etc: Path, bwrap: str) -> None:
-        self._runtime, self._spec = runtime, spec
-        self._etc, self._bwrap = etc, bwrap
+        self._runtime = runtime
+        self._spec = spec
+        self._etc = etc
+        self._bwrap = bwrap
         self.workdir = spec.workdir
         self.home = HOME
         self.proxy = None if spec.accept is None else f"127.0.0.1:{PORT}"
@@ -174,6 +182,7 @@ class SandboxBox:
         self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
     ) -> Ended:
         """Run a program: see `Box.run`."""
+        limits = self._spec.limits
         arguments = await finished_in(STARTS, self._arguments, command, env)
         with _Pipes() as pipes:
             pipes.write_arguments(arguments)
@@ -184,26 +193,23 @@ class SandboxBox:
                     env={},
                     output=output.descriptor,
                     descriptors=pipes.theirs,
-                    rlimits=rlimits(self._spec.limits),
-                    cpus=choose_cores(self._spec.limits),
+                    rlimits=rlimits(limits),
+                    cpus=choose_cores(limits),
                 ) as program,
             ):
                 pipes.close_theirs()
                 await readable(pipes.status.fileno())
                 first = pipes.status.readline()
                 if first:
-                    ended = await self._run(
-                        program, json.loads(first)["child-pid"], pipes, timeout, log
-                    )
+                    pid = json.loads(first)["child-pid"]
+                    ended = await self._run(program, pid, pipes, timeout, log)
                 else:
                     await program.wait()
             if not first:
                 raise OSError(f"the sandbox could not be made: {_last_words(log)}")
-            return (
-                ended
-                if ended.status is None
-                else _as_ended(ended.status, pipes.status.read(), command[0], log)
-            )
+            if ended.status is None:
+                return ended
+            return _as_ended(ended.status, pipes.status.read(), command[0], log)
 
     def _arguments(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """Return the options of bwrap, for which many files are looked at. Raises `OSError`, and as
@@ -216,10 +222,13 @@ class SandboxBox:
     ) -> Ended:
         """Let the program begin in the box whose first process is `pid`, and wait for its end."""
         spec = self._spec
-        async with way_out(pid, spec.accept) if spec.accept else nullcontext():
+        async with AsyncExitStack() as stack:
+            if spec.accept is not None:
+                await stack.enter_async_context(way_out(pid, spec.accept))
             pipes.begin()
             find = partial(ProcessTable.descendants, pid=program.process.pid)
-            return await end(program, timeout, exceeded(spec.limits, find, [*spec.written(), log]))
+            limit = exceeded(spec.limits, find, [*spec.written(), log])
+            return await end(program, timeout, limit)
 
     async def settle(self) -> None:
         """Do nothing: a program's end is the end of its namespaces, and of every process in
@@ -237,6 +246,8 @@ class _Pipes:
         """A line of JSON when the box stands, another when its program has ended."""
         self.filter = os.memfd_create("filter")
         self.theirs = [status_write, block_read, self.arguments, self.filter]
+        self._options = ["--json-status-fd", str(status_write), "--block-fd", str(block_read)]
+        self._options += ["--seccomp", str(self.filter)]
 
     def __enter__(self) -> Self:
         return self
@@ -249,19 +260,16 @@ class _Pipes:
     def write_arguments(self, options: Sequence[str]) -> None:
         """Write bubblewrap's options: not its command line, which every user of the machine can
         read."""
-        status_write, block_read, *_ = self.theirs
-        options = [*options, "--json-status-fd", str(status_write), "--block-fd", str(block_read)]
-        options += ["--seccomp", str(self.filter)]
-        if any("\0" in option for option in options):
-            raise OSError(
-                "a variable or a path has a NUL, after which bubblewrap reads an option: remove it"
-            )
-        for descriptor, content in (
-            (self.arguments, os.fsencode("".join(f"{option}\0" for option in options))),
-            (self.filter, seccomp_filter()),
-        ):
-            os.write(descriptor, content)
-            os.lseek(descriptor, 0, os.SEEK_SET)
+        content = ""
+        for option in [*options, *self._options]:
+            if "\0" in option:
+                raise OSError(
+                    "a variable or a path has a NUL, after which bubblewrap reads an option: remove"
+                    " it"
+                )
+            content += f"{option}\0"
+        os.pwrite(self.arguments, os.fsencode(content), 0)
+        os.pwrite(self.filter, seccomp_filter(), 0)
 
     def close_theirs(self) -> None:
         """Close the ends that belong to bubblewrap."""
@@ -290,7 +298,9 @@ def _as_ended(status: int, words: bytes, program: str, log: Path) -> Ended:
                 errno.ENOENT, f"cannot be started in the sandbox ({said})", program
             )
         raise OSError(f"the sandbox could not be made: {said}")
-    return Ended(128 - status if 128 < status <= 128 + 64 else status)
+    if 128 < status <= 128 + 64:
+        status = 128 - status
+    return Ended(status)
 
 
 def _last_words(log: Path) -> str:
@@ -321,11 +331,9 @@ class SandboxRuntime(HidingRuntime):
             )
         if done.returncode:
             said = done.stderr.strip()
-            how = (
-                _INSTALL
-                if "Unknown option" in said
-                else "allow user namespaces, or choose another --runtime"
-            )
+            how = "allow user namespaces, or choose another --runtime"
+            if "Unknown option" in said:
+                how = _INSTALL
             raise InputError(f"bubblewrap cannot make a sandbox here ({said}): {how}")
 
     @asynccontextmanager
@@ -341,9 +349,8 @@ class SandboxRuntime(HidingRuntime):
             require_narrow(tool, spec.workspace)
         spec = replace(spec, limits=spec.limits.of_isolated())
         bwrap = await finished_in(STARTS, _find_bwrap)
-        async with made(
-            lambda: write_etc(Path(tempfile.mkdtemp(prefix="rolltap-"))), remove_folder
-        ) as etc:
+        async with made(new_folder, remove_folder) as etc:
+            await finished_in(STARTS, write_etc, etc)
             yield SandboxBox(self, spec, etc, bwrap)
 
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
@@ -356,27 +363,36 @@ class SandboxRuntime(HidingRuntime):
         """
         super().layers()
         path = os.environ.get("PATH", os.defpath)
-        names = [word for word in command if "/" not in word and word.split() == [word]]
-        names += sorted(self.programs)
-        needed = [part for name in (*names, *_COMMON) for part in tool_folders(name, path)]
+        names = sorted(self.programs)
+        for word in command:
+            if "/" not in word and word.split() == [word]:
+                names.append(word)
+        needed: list[Path] = []
+        for name in [*names, *_COMMON]:
+            needed += tool_folders(name, path)
         shown = [*SYSTEM, *self.tools, *(tool.resolve() for tool in self.tools), *needed]
         # what a link leads to is seen under its own path only
         hidden = self.hidden_in(place for place in shown if not place.is_symlink())
         layers = layered(shown, [*hidden, *projects_around(needed)])
-        for file in (
-            Path(found) for found in (shutil.which(name, path=path) for name in names) if found
-        ):
-            for top, seen in (nearest(file, layers), nearest(file.resolve(), layers)):
-                if seen is False:
-                    raise InputError(
-                        f"the program {file} is in {top}, which sessions must not see: install it"
-                        " elsewhere, or move what is private out of that folder"
-                    )
+        for name in names:
+            found = shutil.which(name, path=path)
+            if found is not None:
+                _require_seen(Path(found), layers)
         return layers
 
     def image_digest(self, image: str) -> str:
         """Return an empty digest: there are no images."""
         return ""
+
+
+def _require_seen(program: Path, layers: Mapping[Path, bool]) -> None:
+    for file in (program, program.resolve()):
+        top, is_seen = nearest(file, layers)
+        if is_seen is False:
+            raise InputError(
+                f"the program {program} is in {top}, which sessions must not see: install it"
+                " elsewhere, or move what is private out of that folder"
+            )
 
 
 def _find_bwrap() -> str:
