@@ -4,16 +4,12 @@ Weight updates use vLLM's development routes. An engine of `rolltap serve` asks 
 vLLM's own `--api-key` does not guard them.
 """
 
-import logging
 import re
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,8 +22,6 @@ from rolltap.trainer.engine.in_vllm.rolltap_scores import HEADER
 
 if TYPE_CHECKING:
     from rolltap.addons.engine.own_model import OwnModel
-
-T = TypeVar("T")
 
 _HEALTH_SECONDS = 5.0
 _GET_SECONDS = 30.0
@@ -44,6 +38,7 @@ _REQUIRED_PATHS = {
     "/weight_info": "weight versions",
     "/collective_rpc": "weight updates",
 }
+_CONFIG = "/server_info?config_format=json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +73,6 @@ class Load(NamedTuple):
     preemptions: int
 
 
-_LOAD = (
-    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
-    *("vllm:kv_cache_usage_perc", "vllm:num_preemptions"),
-)
-"""Names of vLLM's metrics (`vllm.v1.metrics.loggers`)."""
-
-
 class EngineAdmin:
     """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise
     `EngineError`.
@@ -112,23 +100,19 @@ class EngineAdmin:
     def healthy(self) -> bool:
         """Return True when the engine answers its health check with 200."""
         try:
-            return (
-                self._client.get(f"{self.url}/health", timeout=_HEALTH_SECONDS).status_code == 200
-            )
+            response = self._client.get(f"{self.url}/health", timeout=_HEALTH_SECONDS)
         except (httpx.HTTPError, httpx.InvalidURL):
             return False
+        return response.status_code == 200
 
     def require_key(self) -> None:
         """Raise `EngineError` when the engine answers requests without a key."""
+        url = f"{self.url}/version"
         try:
-            status = httpx.get(
-                f"{self.url}/version", timeout=_GET_SECONDS, trust_env=False
-            ).status_code
+            response = httpx.get(url, timeout=_GET_SECONDS, trust_env=False)
         except httpx.HTTPError as error:
-            raise EngineError(
-                f"GET {self.url}/version: no engine answers ({error!r}); see its log"
-            ) from error
-        if status != 401:
+            raise EngineError(f"GET {url}: no engine answers ({error!r}); see its log") from error
+        if response.status_code != 401:
             raise EngineError(
                 f"vLLM at {self.url} answers without its key: it ignores --middleware"
                 " (VLLM_USE_RUST_FRONTEND does)"
@@ -137,11 +121,14 @@ class EngineAdmin:
     def require_endpoints(self) -> None:
         """Raise `EngineError` when the engine lacks an endpoint that recording or publishing
         needs."""
-        paths = self._ask("GET", "/openapi.json", lambda answer: answer["paths"].keys())
-        version = self._ask("GET", "/version", lambda answer: answer["version"])
-        missing = [
-            f"{path} ({what})" for path, what in _REQUIRED_PATHS.items() if path not in paths
-        ]
+        with self._answer("GET", "/openapi.json") as answer:
+            paths = answer["paths"].keys()
+        with self._answer("GET", "/version") as answer:
+            version = answer["version"]
+        missing = []
+        for path, what in _REQUIRED_PATHS.items():
+            if path not in paths:
+                missing.append(f"{path} ({what})")
         if missing:
             raise EngineError(
                 f"vLLM {version} at {self.url} lacks {', '.join(missing)}: rolltap needs vLLM 0.32"
@@ -151,23 +138,21 @@ class EngineAdmin:
 
     def models(self) -> Models:
         """Return the models that the engine serves."""
-
-        def read(answer: Any) -> Models:
+        with self._answer("GET", "/v1/models") as answer:
             base = next(card for card in answer["data"] if not card.get("parent"))
-            adapters = frozenset(str(card["id"]) for card in answer["data"] if card.get("parent"))
+            adapters = [str(card["id"]) for card in answer["data"] if card.get("parent")]
             return Models(
-                str(base["id"]),
-                str(base.get("root") or base["id"]),
-                int(base["max_model_len"]),
-                adapters,
+                base=str(base["id"]),
+                root=str(base.get("root") or base["id"]),
+                max_model_len=int(base["max_model_len"]),
+                adapters=frozenset(adapters),
             )
-
-        return self._ask("GET", "/v1/models", read)
 
     def weight_version(self) -> str:
         """Return the version of the base model's weights, which vLLM also reports with sampled
         tokens."""
-        return self._ask("GET", "/weight_info", lambda answer: str(answer["weight_version"]))
+        with self._answer("GET", "/weight_info") as answer:
+            return str(answer["weight_version"])
 
     def set_weight_version(self, version: str) -> None:
         """Set the version of the base model's weights, and raise `EngineError` unless the engine
@@ -182,12 +167,17 @@ class EngineAdmin:
     def load(self) -> Load:
         """Return the engine's load, of all its replicas together."""
         text = self._send("GET", "/metrics").text
+        values: dict[str, list[float]] = {}
         try:
-            found = {family.name: family for family in text_string_to_metric_families(text)}
-            running, waiting, cache, preemptions = (
-                [each.value for each in found[name].samples] for name in _LOAD
+            for family in text_string_to_metric_families(text):
+                values[family.name] = [sample.value for sample in family.samples]
+            # the names are those of `vllm.v1.metrics.loggers`
+            return Load(
+                running=int(sum(values["vllm:num_requests_running"])),
+                waiting=int(sum(values["vllm:num_requests_waiting"])),
+                cache=max(values["vllm:kv_cache_usage_perc"]),
+                preemptions=int(sum(values["vllm:num_preemptions"])),
             )
-            return Load(int(sum(running)), int(sum(waiting)), max(cache), int(sum(preemptions)))
         except (KeyError, ValueError) as error:
             raise EngineError(
                 f"GET {self.url}/metrics: the engine does not tell its load ({error!r})"
@@ -196,9 +186,8 @@ class EngineAdmin:
     def runs_on_cpu(self) -> bool:
         """Return True when the printed form of vLLM's model names the CPU attention backend."""
         body = {"method": "get_model_inspection"}
-        return self._ask(
-            "POST", "/collective_rpc", lambda answer: "backend=CPU" in answer["results"][0], body
-        )
+        with self._answer("POST", "/collective_rpc", body) as answer:
+            return "backend=CPU" in answer["results"][0]
 
     def dtype(self) -> str | None:
         """Return the type in which the engine computes; None when it does not tell, or for one of
@@ -213,7 +202,7 @@ class EngineAdmin:
 
         An engine of `rolltap serve` lets them wait for each other (`in_vllm.rolltap_scores`).
         """
-        text = self._send("GET", "/server_info?config_format=json", expected=(404,)).text
+        text = self._send("GET", _CONFIG, expected=(404,)).text
         takes_adapters = '"lora_config":{' in text.replace(" ", "")
         if takes_adapters and self.register("GET")[0] == 404:
             raise EngineError(
@@ -228,12 +217,12 @@ class EngineAdmin:
 
         Sessions with adapters that do not fit into a batch would wait for each other.
         """
-
-        def read(answer: Any) -> tuple[int, int]:
-            config = answer["vllm_config"]["lora_config"] or {"max_loras": 0, "max_cpu_loras": 0}
-            return int(config["max_loras"]), int(config["max_cpu_loras"])
-
-        batch, memory = self._ask("GET", "/server_info?config_format=json", read)
+        batch = memory = 0
+        with self._answer("GET", _CONFIG) as answer:
+            config = answer["vllm_config"]["lora_config"]
+            if config:
+                batch = int(config["max_loras"])
+                memory = int(config["max_cpu_loras"])
         if batch < max_staleness + 2 or memory <= adapters:
             has = (
                 f"{batch} adapters in a batch (--max-loras) and {memory} in memory"
@@ -249,11 +238,8 @@ class EngineAdmin:
     def require_processed(self) -> None:
         """Raise `EngineError` when the log-probabilities are not those of the sampling
         temperature."""
-
-        def read(answer: Any) -> str:
-            return str(answer["vllm_config"]["model_config"]["logprobs_mode"])
-
-        mode = self._ask("GET", "/server_info?config_format=json", read)
+        with self._answer("GET", _CONFIG) as answer:
+            mode = answer["vllm_config"]["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise EngineError(
                 f"the engine at {self.url} reports {mode}, which are those of temperature 1: start"
@@ -263,7 +249,8 @@ class EngineAdmin:
 
     def is_paused(self) -> bool:
         """Return True after `pause`, until `resume`."""
-        return self._ask("GET", "/is_paused", lambda answer: bool(answer["is_paused"]))
+        with self._answer("GET", "/is_paused") as answer:
+            return bool(answer["is_paused"])
 
     def pause(self, *, keep: bool = False) -> None:
         """Return when the calls in flight have ended, or with `keep` stand still.
@@ -316,8 +303,9 @@ class EngineAdmin:
     def reset_prefix_cache(self) -> None:
         """Drop the KV cache, which was computed with the old weights. Calls that stand still
         compute theirs again."""
-        path = "/reset_prefix_cache?reset_running_requests=true"
-        if not self._ask("POST", path, lambda answer: bool(answer["success"])):
+        with self._answer("POST", "/reset_prefix_cache?reset_running_requests=true") as answer:
+            is_empty = bool(answer["success"])
+        if not is_empty:
             raise EngineError(
                 "vLLM kept its prefix cache, which was computed with the old weights: restart it"
             )
@@ -339,17 +327,14 @@ class EngineAdmin:
         kernels that sample.
         """
         sampling = {**NEUTRAL_SAMPLING, "max_tokens": tokens, "logprobs": 0, "ignore_eos": True}
-        body = {"model": model, "token_ids": [*prompt_ids], "sampling_params": sampling}
-
-        def read(answer: Any) -> Sampled:
+        body = {"model": model, "token_ids": list(prompt_ids), "sampling_params": sampling}
+        with self._answer("POST", "/inference/v1/generate", body) as answer:
             choice = answer["choices"][0]
             logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-            sampled = Sampled([int(token) for token in choice["token_ids"]], logprobs)
-            if not len(sampled.ids) == len(logprobs) == tokens:
+            ids = [int(token) for token in choice["token_ids"]]
+            if not len(ids) == len(logprobs) == tokens:
                 raise ValueError("not every token has a log-probability")
-            return sampled
-
-        return self._ask("POST", "/inference/v1/generate", read, body)
+            return Sampled(ids, logprobs)
 
     def score(
         self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]
@@ -373,51 +358,47 @@ class EngineAdmin:
             "max_tokens": 1,
             "prompt_logprobs": top,
         }
-
-        def read(answer: Any) -> list[dict[int, float]]:
+        found = []
+        with self._answer("POST", "/v1/completions", body, headers={HEADER: "1"}) as answer:
             entries = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
-            found = [
-                {int(token): float(of["logprob"]) for token, of in entry.items()}
-                for entry in entries
-            ]
-            if any(
-                token not in entry or len(entry) < top
-                for entry, token in zip(found, sampled, strict=True)
-            ):
-                raise ValueError("a token has no log-probability")
-            return found
-
-        return self._ask("POST", "/v1/completions", read, body, headers={HEADER: "1"})
+            for token, entry in zip(sampled, entries, strict=True):
+                logprobs = {int(each): float(of["logprob"]) for each, of in entry.items()}
+                if token not in logprobs or len(logprobs) < top:
+                    raise ValueError("a token has no log-probability")
+                found.append(logprobs)
+        return found
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens around them."""
-        return self._ask(
-            "POST",
-            "/tokenize",
-            lambda a: list(a["tokens"]),
-            {"prompt": text, "add_special_tokens": False},
-        )
+        body = {"prompt": text, "add_special_tokens": False}
+        with self._answer("POST", "/tokenize", body) as answer:
+            return list(answer["tokens"])
 
     def has_tokenizer_of(self, own: "OwnModel") -> bool:
         """Return True if the engine splits a text as `own`, and each of its token ids has the text
         that `own` has."""
         for path, body, key, expected in own.questions:
-            if self._ask("POST", path, itemgetter(key), body) != expected:
+            with self._answer("POST", path, body) as answer:
+                is_same = answer[key] == expected
+            if not is_same:
                 return False
         return True
 
-    def _ask(
+    @contextmanager
+    def _answer(
         self,
         method: str,
         path: str,
-        read: Callable[[Any], T],
         body: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
-    ) -> T:
-        """Send a request, and return what `read` extracts from the JSON of the response."""
+    ) -> Iterator[Any]:
+        """Send a request, and yield the JSON of the response to a block that reads it.
+
+        Raises `EngineError` when the block does not find what it looks for.
+        """
         response = self._send(method, path, body, headers=headers)
         try:
-            return read(response.json())
+            yield response.json()
         except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
             answered = f"{self.url}{path} answers {response.text[:200]!r} ({error!r})"
             raise EngineError(f"{answered}: it is not vLLM 0.32 or newer") from error
@@ -435,12 +416,15 @@ class EngineAdmin:
         """Send a request. Raises `EngineError` for a status that is neither a success nor
         `expected`."""
         request = f"{method} {self.url}{path}"
-        seconds = seconds or (_GET_SECONDS if method == "GET" else _POST_SECONDS)
-        timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
+        if seconds is None:
+            seconds = _GET_SECONDS if method == "GET" else _POST_SECONDS
         try:
-            url = self.url + path
             response = self._client.request(
-                method, url, json=body, timeout=timeout, headers=headers
+                method,
+                self.url + path,
+                json=body,
+                headers=headers,
+                timeout=httpx.Timeout(seconds, connect=_CONNECT_SECONDS),
             )
         except httpx.TimeoutException as error:
             raise EngineError(
@@ -448,13 +432,11 @@ class EngineAdmin:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             advice = "start it with `rolltap serve`, or give its URL (--engine, engine=)"
-            advice = (
-                "it speaks no TLS: give its URL with http://"
-                if "WRONG_VERSION_NUMBER" in str(error)
-                else advice
-            )
+            if "WRONG_VERSION_NUMBER" in str(error):
+                advice = "it speaks no TLS: give its URL with http://"
             raise EngineError(f"{request}: no engine answers ({error!r}); {advice}") from error
-        if refused := key_refused(self.url, response.status_code, self._key):
+        refused = key_refused(self.url, response.status_code, self._key)
+        if refused:
             raise EngineError(f"{request}: {refused}")
         if not response.is_success and response.status_code not in expected:
             raise EngineError(
@@ -467,9 +449,8 @@ class EngineAdmin:
 def _advice(path: str, response: httpx.Response) -> str:
     """Return what the user can do about an error response."""
     missing = response.status_code == 404
-    if (
-        missing and '"error"' not in response.text
-    ):  # an unknown route: errors of vLLM's own routes have that key
+    has_route = '"error"' in response.text  # errors of vLLM's own routes have that key
+    if missing and not has_route:
         if "lora_adapter" in path:
             flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             return f"start vLLM with `rolltap serve --lora-rank`, or with {flags}"
@@ -489,53 +470,3 @@ def _advice(path: str, response: httpx.Response) -> str:
             " run.json names"
         )
     return "see the engine's log"
-
-
-_log = logging.getLogger(__name__)
-
-STOP_SECONDS = 20.0
-"""Longest that an interruption waits for the engines. `torchrun` kills after 30 seconds."""
-
-
-class Unanswered(KeyboardInterrupt):
-    """An interruption while engines were asked, which have not answered since."""
-
-
-def ask_all(engines: Sequence[EngineAdmin], ask: Callable[[EngineAdmin], T]) -> list[T]:
-    """Call `ask` with every engine, all at the same time. Return the results in the order of the
-    engines.
-
-    Raises one `EngineError` with the messages of all engines that failed, after all calls have
-    ended. An interruption waits for that too: otherwise going back would race with a call that is
-    still under way. It waits `STOP_SECONDS`, or until the next interruption, and then raises
-    `Unanswered`.
-    """
-    calls: dict[EngineAdmin, Future[T]] = {engine: Future() for engine in engines}
-    try:
-        for engine, call in calls.items():
-            # not of a pool: Python waits for its threads at the end
-            Thread(target=_answer, args=(call, ask, engine), daemon=True).start()
-        wait(calls.values())
-    except KeyboardInterrupt as interruption:
-        _log.warning("stopping: waiting for the engines")
-        with suppress(KeyboardInterrupt):
-            wait(calls.values(), STOP_SECONDS)
-        if left := [engine.url for engine, call in calls.items() if not call.done()]:
-            advice = "left as it is: the next start of the training restores it"
-            _log.warning("the engine at %s has not answered, and is %s", ", ".join(left), advice)
-            raise Unanswered from interruption
-        raise
-    failures = [error for call in calls.values() if (error := call.exception())]
-    for failure in failures:
-        if not isinstance(failure, EngineError):
-            raise failure
-    if failures:
-        raise EngineError("; ".join(map(str, failures))) from failures[0]
-    return [call.result() for call in calls.values()]
-
-
-def _answer(call: Future[T], ask: Callable[[EngineAdmin], T], engine: EngineAdmin) -> None:
-    try:
-        call.set_result(ask(engine))
-    except BaseException as error:
-        call.set_exception(error)

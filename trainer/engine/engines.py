@@ -2,30 +2,71 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from threading import Thread
+from typing import NamedTuple, NoReturn, TypeVar
 
-from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import weights
-from rolltap.trainer.engine.admin import EngineAdmin, Load, Unanswered, ask_all
-from rolltap.trainer.engine.status import engine_status
-from rolltap.trainer.engine.weights import (
-    COMPARED,
-    Base,
-    Owner,
-    Score,
-    StolenError,
-    claim,
-    published_version,
-)
-from rolltap.trainer.names import Version
+from rolltap.trainer.engine.admin import EngineAdmin, Load, Sampled
+from rolltap.trainer.engine.owners import Owner, StolenError, claim, note_base, release
+from rolltap.trainer.engine.weights import COMPARED, Base, Score, published_version
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+STOP_SECONDS = 20.0
+"""Longest that an interruption waits for the engines. `torchrun` kills after 30 seconds."""
+
+
+class Unanswered(KeyboardInterrupt):
+    """An interruption while engines were asked, which have not answered since."""
+
+
+def ask_all(engines: Sequence[EngineAdmin], ask: Callable[[EngineAdmin], T]) -> list[T]:
+    """Call `ask` with every engine, all at the same time. Return the results in the order of the
+    engines.
+
+    Raises one `EngineError` with the messages of all engines that failed, after all calls have
+    ended. An interruption waits for that too: otherwise going back would race with a call that is
+    still under way. It waits `STOP_SECONDS`, or until the next interruption, and then raises
+    `Unanswered`.
+    """
+    calls: dict[EngineAdmin, Future[T]] = {engine: Future() for engine in engines}
+    try:
+        for engine, call in calls.items():
+            # not of a pool: Python waits for its threads at the end
+            Thread(target=_answer, args=(call, ask, engine), daemon=True).start()
+        wait(calls.values())
+    except KeyboardInterrupt as interruption:
+        _log.warning("stopping: waiting for the engines")
+        with suppress(KeyboardInterrupt):
+            wait(calls.values(), STOP_SECONDS)
+        left = [engine.url for engine, call in calls.items() if not call.done()]
+        if left:
+            advice = "left as it is: the next start of the training restores it"
+            _log.warning("the engine at %s has not answered, and is %s", ", ".join(left), advice)
+            raise Unanswered from interruption
+        raise
+    failures: list[EngineError] = []
+    for call in calls.values():
+        error = call.exception()
+        if isinstance(error, EngineError):
+            failures.append(error)
+        elif error is not None:
+            raise error
+    if failures:
+        raise EngineError("; ".join(map(str, failures))) from failures[0]
+    return [call.result() for call in calls.values()]
+
+
+def _answer(call: Future[T], ask: Callable[[EngineAdmin], T], engine: EngineAdmin) -> None:
+    try:
+        call.set_result(ask(engine))
+    except BaseException as error:
+        call.set_exception(error)
 
 
 class Weights(NamedTuple):
@@ -45,9 +86,8 @@ class Engines:
     """
 
     def __init__(self, urls: Sequence[str] | str, *, keep: bool = False) -> None:
-        given = [
-            url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)
-        ]
+        listed = urls.split(",") if isinstance(urls, str) else urls
+        given = [url.strip().rstrip("/") for url in listed]
         if not given or not all(given) or len(set(given)) < len(given):
             raise InputError(
                 f"engine is {urls!r}: give the URL of each engine once, with commas between them"
@@ -58,17 +98,28 @@ class Engines:
         self._owned: set[EngineAdmin] = set()
         """Engines whose register names this training."""
 
+    def each(self, ask: Callable[[EngineAdmin], T]) -> list[T]:
+        """Call `ask` with every engine as `ask_all` does."""
+        return ask_all(self.admins, ask)
+
     def silent(self) -> list[str]:
         """Return the URLs of the engines that do not answer their health check, asked twice."""
-        found = self.each(lambda engine: engine.healthy() or engine.healthy())
-        return [
-            engine.url for engine, healthy in zip(self.admins, found, strict=True) if not healthy
-        ]
+
+        def is_healthy(engine: EngineAdmin) -> bool:
+            return engine.healthy() or engine.healthy()
+
+        found = zip(self.admins, self.each(is_healthy), strict=True)
+        return [engine.url for engine, healthy in found if not healthy]
 
     def load(self) -> Load:
         """Return the load of all engines together; `cache` is that of the fullest one."""
-        running, waiting, cache, preemptions = zip(*self.each(EngineAdmin.load), strict=True)
-        return Load(sum(running), sum(waiting), max(cache), sum(preemptions))
+        loads = self.each(EngineAdmin.load)
+        return Load(
+            running=sum(load.running for load in loads),
+            waiting=sum(load.waiting for load in loads),
+            cache=max(load.cache for load in loads),
+            preemptions=sum(load.preemptions for load in loads),
+        )
 
     @contextmanager
     def claimed(self, owner: str, about: str, *, steal: bool = False) -> Iterator[None]:
@@ -79,10 +130,16 @@ class Engines:
         False.
         """
         training = Owner(owner, about)
+
+        def give_back(engine: EngineAdmin) -> None:
+            if engine in self._owned:
+                self._owned.remove(engine)
+                with suppress(EngineError):  # it ended with its register
+                    release(engine, training)
+
         try:
-            for engine in (
-                self.admins
-            ):  # in order: of two trainings that start together, one gets all engines
+            # in order: of two trainings that start together, one gets all engines
+            for engine in self.admins:
                 if claim(engine, training, steal=steal):
                     self._owned.add(engine)
                 else:
@@ -96,13 +153,7 @@ class Engines:
             yield
         finally:
             self._owner = None
-            self.each(partial(self._give_back, training))
-
-    def _give_back(self, owner: Owner, engine: EngineAdmin) -> None:
-        if engine in self._owned:
-            self._owned.remove(engine)
-            with suppress(EngineError):  # it ended with its register
-                weights.release(engine, owner)
+            self.each(give_back)
 
     def require_owned(self) -> None:
         """Raise `EngineError` when another training has stolen an engine. Take one that has been
@@ -121,38 +172,56 @@ class Engines:
         the model again, and `say` is told. Returns the difference of each, in nats. Raises
         `EngineError` when an engine cannot serve the model.
         """
-        doubts = dict(zip(self.admins, self.each(partial(weights.doubts, base=base)), strict=True))
-        trusted = [engine for engine in self.admins if doubts[engine] is None]
+
+        def find_doubt(engine: EngineAdmin) -> str | None:
+            return weights.find_doubt(engine, base)
+
+        doubts: dict[EngineAdmin, str] = {}
+        for engine, doubt in zip(self.admins, self.each(find_doubt), strict=True):
+            if doubt is not None:
+                doubts[engine] = doubt
+        trusted = [engine for engine in self.admins if engine not in doubts]
         differences = self.differences(None, base.ids, base.score, trusted)
-        for engine, differs in differences.items():
+        for engine, nats in differences.items():
             root = engine.models().root
-            if not differs <= base.limit:
+            if not nats <= base.limit:
                 version = engine.weight_version()
                 doubts[engine] = (
-                    f"serves the weights {version}, which differ from {base.model} by {differs:.2g}"
+                    f"serves the weights {version}, which differ from {base.model} by {nats:.2g}"
                     " nats"
                 )
             elif not weights.same_folder(root, str(base.model)):
                 say(
                     f"the engine at {engine.url} serves {root}: taken for {base.model},"
-                    f" {differs:.2g} nats from it"
+                    f" {nats:.2g} nats from it"
                 )
-        loading = [engine for engine in self.admins if doubts[engine] is not None]
+        differences |= self._load_base(base, doubts, say)
+        owner = self._owner
+        if owner is not None:
+            folder = str(base.model.absolute())
+            ask_all(list(self._owned), lambda engine: note_base(engine, owner, folder))
+        return differences
+
+    def _load_base(
+        self, base: Base, doubts: Mapping[EngineAdmin, str], say: Callable[[str], None]
+    ) -> dict[EngineAdmin, float]:
+        """Let engines load the base model again, for a reason each. Return their differences."""
+        loading = [engine for engine in self.admins if engine in doubts]
         for engine in loading:
             say(f"the engine at {engine.url} {doubts[engine]}: it loads {base.model} again")
-        ask_all(loading, lambda engine: weights.load_base(engine, base, str(doubts[engine])))
+
+        def load(engine: EngineAdmin) -> None:
+            weights.load_base(engine, base, doubts[engine])
+
+        ask_all(loading, load)
         loaded = self.differences(None, base.ids, base.score, loading)
-        if failures := [
-            weights.differs_still(*found, base)
-            for found in loaded.items()
-            if not found[1] <= base.limit
-        ]:
+        failures = []
+        for engine, nats in loaded.items():
+            if not nats <= base.limit:
+                failures.append(weights.still_differs(engine, nats, base))
+        if failures:
             raise EngineError("; ".join(failures))
-        if (owner := self._owner) is not None:
-            # verified: the engine's own model is the one in the folder
-            note = {"owner": owner.run, "about": owner.about, "base": str(base.model.absolute())}
-            ask_all([*self._owned], lambda engine: engine.register("PUT", **note))
-        return differences | loaded
+        return loaded
 
     def differences(
         self,
@@ -167,14 +236,14 @@ class Engines:
         the trainer scores them. A difference that cannot be computed is infinite.
         """
         asked = self.admins if engines is None else engines
-        sampled = ask_all(
-            asked, lambda engine: engine.sample(name or engine.models().base, ids, COMPARED)
-        )
+
+        def sample(engine: EngineAdmin) -> Sampled:
+            return engine.sample(name or engine.models().base, ids, COMPARED)
+
         found = {}
-        for engine, tokens in zip(
-            asked, sampled, strict=True
-        ):  # one after the other: there is one trainer
-            found[engine] = weights.difference(ids, tokens, score)
+        # scored one after the other: there is one trainer
+        for engine, sampled in zip(asked, ask_all(asked, sample), strict=True):
+            found[engine] = weights.difference(ids, sampled, score)
         return found
 
     @contextmanager
@@ -284,9 +353,8 @@ class Engines:
         def unload(engine: EngineAdmin) -> None:
             for name in adapters:
                 if (engine, name) in loaded:
-                    with suppress(
-                        EngineError
-                    ):  # no call names the adapter; the first error is the informative one
+                    # no call names the adapter; the first error is the informative one
+                    with suppress(EngineError):
                         engine.unload_adapter(name)
 
         try:
@@ -310,6 +378,7 @@ class Engines:
         An engine that refuses is logged too. Its adapters stay, and the caller's next call tries
         again.
         """
+        note = "the engine at %s: the adapter %s was unloaded: %s"
 
         def unload(engine: EngineAdmin) -> None:
             if engines is not None and engine not in engines:
@@ -318,12 +387,7 @@ class Engines:
                 for name in filter(unwanted, sorted(engine.models().adapters)):
                     engine.unload_adapter(name)
                     if why is not None:
-                        _log.warning(
-                            "the engine at %s: the adapter %s was unloaded: %s",
-                            engine.url,
-                            name,
-                            why,
-                        )
+                        _log.warning(note, engine.url, name, why)
             except EngineError as error:
                 _log.warning("adapters that nothing needs any more stay loaded: %s", error)
 
@@ -333,76 +397,10 @@ class Engines:
         """Unload the adapters that other trainings than `run` published, from engines of this one,
         and log it."""
 
-        def ended(name: str) -> bool:
+        def has_ended(name: str) -> bool:
             version = published_version(name)
             return version is not None and version.run != run
 
-        self.unload(ended, "the training that published it does not own the engine", self._owned)
-
-    def each(self, ask: Callable[[EngineAdmin], T]) -> list[T]:
-        """Call `ask` with every engine as `ask_all` does."""
-        return ask_all(self.admins, ask)
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Weights that engines serve."""
-
-    names: dict[str, str | None]
-    """Version -> the model's name in requests, None for the base model, of weights that every
-    engine serves."""
-    root: str
-    """Folder or full name of the first engine's base model."""
-    max_model_len: int
-    """The smallest context window, in tokens."""
-    found: str
-    """Account of what each engine serves, in words."""
-
-
-def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Served:
-    """Return the weights that engines serve under versions that mean the same in `run`. Raises
-    `EngineError`.
-
-    These are the base model, and published adapters where its weights are not published ones: on
-    other weights they mean nothing. A training's version names the same weights everywhere. Another
-    name, as vLLM's `default`, does so only where the engine's model is one of `models`, and for an
-    adapter only where the run's `policy.json` names it.
-    """
-    policy = PolicyFile(run).read()
-    served = engines.each(engine_status)
-    every: list[dict[str, str | None]] = []
-    for status in served:
-        names: dict[str, str | None] = {}
-        if status.version and weights.is_base(status.version):  # adapters are trained on these
-            versions = {name: published_version(name) for name in status.adapters}
-            names |= {
-                str(version): name for name, version in versions.items() if version is not None
-            }
-            if policy.model in status.adapters:
-                names[policy.version] = policy.model
-        is_recorded = any(weights.same_folder(status.model, model) for model in models)
-        if status.version and (is_recorded or Version.parse(status.version)):
-            names[status.version] = None
-        every.append(names)
-    common = {
-        version: name
-        for version, name in every[0].items()
-        if all(version in names for names in every)
-    }
-    found = [
-        *map(str, served),
-        f"the run was recorded with {' and '.join(sorted(models)) or 'no named model'}",
-    ]
-    return Served(
-        common, served[0].model, min(status.max_model_len for status in served), "; ".join(found)
-    )
-
-
-def recorded_models(metadata: Mapping[str, Any]) -> set[str]:
-    """Return the models of a run's `run.json`: the recorder's, and those of its engines."""
-    engines = metadata.get("engines", {}).values()
-    return {
-        str(model)
-        for model in (metadata.get("model"), *(engine.get("model") for engine in engines))
-        if model
-    }
+        self.unload(
+            has_ended, "the training that published it does not own the engine", self._owned
+        )

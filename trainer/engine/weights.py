@@ -1,21 +1,19 @@
-"""The weights of one engine: does it serve those of the trainer, and whose are they?
+"""The weights of one engine: does it serve those of the trainer, and by which names?
 
 They agree when the trainer scores tokens as the engine did that sampled them, after a fixed text.
-The owner of an engine is the training that publishes weights to it; the engine keeps it in a
-register (`in_vllm.rolltap_owner`), which ends with the engine, as the published weights do. An
-engine that does not serve the base weights of a training loads them again. Published weights have
-names, folders, and a policy file that tells the recorder of them.
+An engine that does not serve the base weights of a training loads them again. Published weights
+have names, folders, and a policy file that tells the recorder of them.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.errors import EngineError, RunError
@@ -73,40 +71,9 @@ def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
     if not first:
         raise ValueError("there is nothing to compare")
     mean = fmean(abs(a - b) for a, b in zip(first, second, strict=True))
-    return mean if isfinite(mean) else float("inf")
-
-
-class Owner(NamedTuple):
-    """A training. `run` is its id, which its restarts share. `about` says where it runs, for
-    people."""
-
-    run: str
-    about: str
-
-
-class StolenError(EngineError):
-    """Another training owns the engine."""
-
-
-def claim(engine: EngineAdmin, owner: Owner, *, steal: bool = False) -> bool:
-    """Take an engine for a training, from any other one only with `steal`.
-
-    Returns False for a vLLM that `rolltap serve` did not start: it knows no owner. Raises
-    `StolenError`, which names the present owner, and `EngineError`.
-    """
-    status, answer = engine.register("PUT", owner=owner.run, about=owner.about, steal=steal)
-    if status == 409:
-        raise StolenError(
-            f"another training owns the engine at {engine.url}: {answer['owner']}"
-            f" ({answer['about']}). Wait until it has ended; if it was killed, take the engine from"
-            " it (--steal, steal=True)"
-        )
-    return status == 200
-
-
-def release(engine: EngineAdmin, owner: Owner) -> None:
-    """Give an engine back, if the training still owns it. Raises `EngineError`."""
-    engine.register("DELETE", owner=owner.run)
+    if not isfinite(mean):
+        return inf
+    return mean
 
 
 LOADED = "default"
@@ -142,10 +109,11 @@ class Base:
     def names(self, version: str) -> bool:
         """Return True when a version that an engine reports is that of base weights, as far as a
         name tells."""
-        served, own = Version.parse(version), Version.parse(self.version)
+        served = Version.parse(version)
+        own = Version.parse(self.version)
         if served is None or own is None:
             return version == LOADED
-        return (served.run, served.step) == (own.run, 0)
+        return served.run == own.run and served.step == 0
 
 
 Score = Callable[[Sequence[int]], Sequence[float]]
@@ -162,25 +130,26 @@ def difference(ids: Sequence[int], sampled: Sampled, score: Score) -> float:
     return mean_difference(own[-len(sampled.ids) :], sampled.logprobs)
 
 
-def doubts(engine: EngineAdmin, base: Base) -> str | None:
+def find_doubt(engine: EngineAdmin, base: Base) -> str | None:
     """Return why an engine cannot serve the base model as it is, by its state; None if its tokens
     can tell."""
     if engine.is_paused():
         return "is paused, as a killed training leaves it"
     version = engine.weight_version()
-    return None if base.names(version) else f"serves the published weights {version}"
+    if base.names(version):
+        return None
+    return f"serves the published weights {version}"
 
 
 def load_base(engine: EngineAdmin, base: Base, why: str) -> None:
     """Let an engine load the base model again. Raises `EngineError` where its own model may be
     another one."""
     root = engine.models().root
+    names = [root]
     status, noted = engine.register("GET")
-    own = (
-        root,
-        noted.get("base") if status == 200 else None,
-    )  # or the folder as which a training has verified it
-    if not any(_same_model(name, base.model) for name in own):
+    if status == 200 and noted.get("base") is not None:
+        names.append(noted["base"])  # the folder as which a training has verified it
+    if not any(_same_model(name, base.model) for name in names):
         raise EngineError(
             f"the engine at {engine.url} {why}, and cannot load {base.model}: its own model is"
             f" {root}, and there is no sign here that it is the same; start it again with `rolltap"
@@ -189,24 +158,25 @@ def load_base(engine: EngineAdmin, base: Base, why: str) -> None:
     engine.serve(base.model, base.version)
 
 
-def differs_still(engine: EngineAdmin, differs: float, base: Base) -> str:
+def still_differs(engine: EngineAdmin, nats: float, base: Base) -> str:
     """Return the message about an engine that has loaded the base model, and does not agree with
     the trainer."""
     return (
         f"the engine at {engine.url} (model {engine.models().root}, weights"
         f" {engine.weight_version()}) has loaded {base.model}, and still differs from the trainer"
-        f" by {differs:.2g} nats (limit {base.limit:g}): is its --dtype the recipe's, and the"
+        f" by {nats:.2g} nats (limit {base.limit:g}): is its --dtype the recipe's, and the"
         f" folder the same on both sides? Then start it again with `rolltap serve {base.model}`, or"
         " raise max_difference"
     )
 
 
-def _same_model(root: str | None, model: Path) -> bool:
+def _same_model(root: str, model: Path) -> bool:
     """Return True when an engine's model has the shape of a folder's: loading other shapes destroys
     the engine."""
-    return root is not None and (
-        same_folder(root, str(model)) or _config(Path(root)) == _config(model) is not None
-    )
+    if same_folder(root, str(model)):
+        return True
+    config = _config(model)
+    return config is not None and config == _config(Path(root))
 
 
 def same_folder(first: str, second: str) -> bool:
@@ -237,11 +207,10 @@ def published_name(version: str) -> str:
 def published_version(name: str) -> Version | None:
     """Return the version of an adapter that a training published, by its name in the engines; None
     for other names."""
-    return (
-        Version.parse(name.removeprefix(prefix))
-        if name.startswith(prefix := published_name(""))
-        else None
-    )
+    prefix = published_name("")
+    if not name.startswith(prefix):
+        return None
+    return Version.parse(name.removeprefix(prefix))
 
 
 def names_of_run(version: str) -> str:
@@ -252,7 +221,9 @@ def names_of_run(version: str) -> str:
 def base_version(version: str) -> str:
     """Return the version of base weights in the attempt that publishes a version."""
     parsed = Version.parse(version)
-    return LOADED if parsed is None else str(Version(parsed.run, 0, parsed.attempt))
+    if parsed is None:
+        return LOADED
+    return str(Version(parsed.run, 0, parsed.attempt))
 
 
 def save(target: Path, write: Callable[[Path], None]) -> None:
@@ -282,9 +253,11 @@ def keep_only(folder: Path, version: str, kept: Collection[Path]) -> None:
 def write_policy(run: Path, model: str | None, version: str) -> None:
     """Write the policy file for the recorder; `model` is None for the base model. Raises
     `RunError`."""
+    path = run / POLICY_FILE
+    policy = json.dumps({"model": model, "version": version})
     try:
-        write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")
+        write_atomically(path, f"{policy}\n")
     except OSError as error:
         raise RunError(
-            f"{run / POLICY_FILE} could not be written: {error}; the policy is the previous one"
+            f"{path} could not be written: {error}; the policy is the previous one"
         ) from error

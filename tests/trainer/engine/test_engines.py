@@ -1,5 +1,4 @@
-"""Two engines as one: their owner, their base weights, new weights for all or none, and the
-versions they serve."""
+"""Two engines as one: their owner, their base weights, and new weights for all or none."""
 
 import json
 import os
@@ -11,11 +10,12 @@ from threading import Barrier, Event
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
-from rolltap.trainer.engine import admin
+from rolltap.trainer.engine import engines as engines_module
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.engines import Engines, Weights, served_weights
+from rolltap.trainer.engine.engines import Engines, Weights
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
-from rolltap.trainer.engine.weights import Base, Owner, claim
+from rolltap.trainer.engine.owners import Owner, claim
+from rolltap.trainer.engine.weights import Base
 from tests.trainer.engine.acting import BASE, IDS, acting, trainer
 
 RUN, VERSION = "1a2b3c4d", "1a2b3c4d.0.2"
@@ -69,12 +69,12 @@ def test_a_list_of_engines_names_each_once(urls):
 def test_engines_are_given_as_a_sequence_or_with_commas(pair, engines):
     given = Engines(f"{pair[0].url}/, {pair[1].url}")
     assert [engine.url for engine in given.admins] == [engine.url for engine in engines.admins]
-    assert [models.base for models in given.each(admin.EngineAdmin.models)] == ["tiny", "tiny"]
-    given.each(admin.EngineAdmin.require_endpoints)
+    assert [models.base for models in given.each(EngineAdmin.models)] == ["tiny", "tiny"]
+    given.each(EngineAdmin.require_endpoints)
     for each in pair:
         each.refuses["/v1/models"] = -1
     with pytest.raises(EngineError) as raised:
-        engines.each(admin.EngineAdmin.models)
+        engines.each(EngineAdmin.models)
     assert all(f"GET {each.url}/v1/models: 500" in str(raised.value) for each in pair)
 
 
@@ -382,10 +382,10 @@ class TestNewWeights:
     def test_an_interruption_does_not_wait_for_ever_and_the_next_start_restores_the_engine(
         self, pair, engines, new, old, monkeypatch, caplog
     ):
-        monkeypatch.setattr(admin, "STOP_SECONDS", 0.01)
+        monkeypatch.setattr(engines_module, "STOP_SECONDS", 0.01)
         going_on = Event()
         interrupt(pair[1], "/pause", going_on.wait)
-        with pytest.raises(admin.Unanswered):
+        with pytest.raises(engines_module.Unanswered):
             reload(engines, new, old)
         going_on.set()
         assert f"{pair[1].url} has not answered" in caplog.text
@@ -447,34 +447,3 @@ class TestAdapters:
         ):
             pass
         assert [set(each.adapters) for each in pair] == [{"policy-a"}, set()]
-
-
-ADAPTER = "1a2b3c4d.2.0"
-
-
-@pytest.fixture
-def engine(tmp_path):
-    with acting(tmp_path) as engine:
-        engine.adapters |= {f"policy-{ADAPTER}": "", "judge": ""}
-        yield engine
-
-
-@pytest.fixture
-def served(engine, tmp_path):
-    def served(version):
-        engine.version = version
-        (tmp_path / "policy.json").write_text(json.dumps({"model": "judge", "version": "mine"}))
-        return served_weights(Engines(engine.url), tmp_path, [str(tmp_path)]).names
-
-    return served
-
-
-@pytest.mark.parametrize("base", ["default", "ffffffff.0.3", "ffffffff.3.0", "1a2b3c4d.1.0"])
-def test_adapters_are_served_on_the_base_weights_that_they_were_made_for(served, base):
-    """On published weights they are other policies."""
-    adapters = (
-        {ADAPTER: f"policy-{ADAPTER}", "mine": "judge"}
-        if base in ("default", "ffffffff.0.3")
-        else {}
-    )
-    assert served(base) == {**adapters, base: None}

@@ -1,11 +1,15 @@
-"""The status of an engine in one line, and its way back to its base weights."""
+"""The status of an engine in one line, the versions that engines serve, and an engine's way back to
+its base weights."""
+
+import json
 
 import pytest
 
 from rolltap.addons.engine.policy import UNPUBLISHED, Policy
 from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.status import engine_status, reset_engine
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.status import engine_status, reset_engine, served_weights
 from tests.trainer.engine.acting import acting
 from tests.trainer.engine.answering import HEALTHY
 
@@ -130,3 +134,29 @@ class TestReset:
         assert (engine.version, engine.paused) == (PUBLISHED, True)
         reset_engine(admin, steal=True)
         assert (engine.version, engine.paused) == ("default", False)
+
+
+ADAPTER = "1a2b3c4d.2.0"
+
+
+@pytest.fixture
+def served(engine, tmp_path):
+    engine.adapters |= {f"policy-{ADAPTER}": "", "judge": ""}
+
+    def served(version):
+        engine.version = version
+        (tmp_path / "policy.json").write_text(json.dumps({"model": "judge", "version": "mine"}))
+        return served_weights(Engines(engine.url), tmp_path, [str(tmp_path)]).names
+
+    return served
+
+
+@pytest.mark.parametrize("base", ["default", "ffffffff.0.3", "ffffffff.3.0", "1a2b3c4d.1.0"])
+def test_adapters_are_served_on_the_base_weights_that_they_were_made_for(served, base):
+    """On published weights they are other policies."""
+    adapters = (
+        {ADAPTER: f"policy-{ADAPTER}", "mine": "judge"}
+        if base in ("default", "ffffffff.0.3")
+        else {}
+    )
+    assert served(base) == {**adapters, base: None}

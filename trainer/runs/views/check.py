@@ -28,7 +28,8 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, find_violation
 from rolltap.trainer.console import Advance
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.engines import Engines, recorded_models, served_weights
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.status import recorded_models, served_weights
 from rolltap.trainer.engine.weights import (
     COMPARED,
     FIXED_TEXT,
