@@ -15,7 +15,7 @@ from rolltap.trainer.boxes.engines.container import ContainerRuntime
 from rolltap.trainer.boxes.runtime import Mount
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.workspace import Starts
+from rolltap.trainer.rollouts.preparation import Starts
 from rolltap.trainer.tasks.task import Task
 from tests.boxes import make_spec, require_podman, sandboxed, spec_in
 from tests.trainer.tasks.checkouts import commit, git

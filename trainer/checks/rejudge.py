@@ -31,8 +31,8 @@ from rolltap.trainer.judges.judge import judge_changes
 from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts.check import build_images, fit_tasks
 from rolltap.trainer.rollouts.mitmdump import workplace
-from rolltap.trainer.rollouts.session import count_suspicions
 from rolltap.trainer.rollouts.preparation import Starts
+from rolltap.trainer.rollouts.session import count_suspicions
 from rolltap.trainer.runs.views.inspect import find_session_id
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import SessionRows, load_sessions

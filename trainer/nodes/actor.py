@@ -37,7 +37,6 @@ from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.node import Node, SessionAttempt
 from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.rollouts.resume import NOT_RUN
-from rolltap.trainer.rollouts.worker import LocalNode
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.facts import Facts
@@ -235,7 +234,7 @@ class NodeActor:
             worker = await asyncio.to_thread(self._setup.worker, self._out)
             await asyncio.to_thread(worker.fit, tasks, self._setup.private)
             async with worker:
-                self._node = LocalNode(self._setup.config.slots(), worker.context_of)
+                self._node = worker.node()
                 self._ready.set()
                 await self._closing.wait()
                 await self._stop_all()

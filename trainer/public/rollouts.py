@@ -24,8 +24,7 @@ from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.provenance import set_provenance
-from rolltap.trainer.rollouts.session import end_recorded
+from rolltap.trainer.rollouts.outside import end_recorded, set_provenance
 from rolltap.trainer.rollouts.worker import given_tasks, roll_out
 from rolltap.trainer.service.serve import serve
 from rolltap.trainer.tasks.task import Task

@@ -74,6 +74,14 @@ class Outcome:
     error: str | None = None
     ended: SessionStatus | None = None
 
+    def set_in(self, session: Session) -> None:
+        """Set the outcome in a session's row."""
+        session.status = self.status
+        session.reward = self.reward
+        session.error = self.error
+        if self.ended is not None:  # for a reward that somebody gives later
+            session.evidence = {**session.evidence, "ended": self.ended}
+
 
 def is_judged(facts: Facts) -> bool:
     """Return True for a session whose result is the policy's: the judge is asked."""

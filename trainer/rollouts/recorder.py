@@ -17,7 +17,14 @@ from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
 from rolltap.addons.prompts.tokenizer import require_findable, resolve_model
 from rolltap.addons.secret import hide_process
-from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
+from rolltap.addons.store.records import (
+    UNREWARDED,
+    Event,
+    Session,
+    SessionStatus,
+    json_text,
+    utc_now,
+)
 from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter
@@ -25,7 +32,6 @@ from rolltap.trainer.boxes.environment import Proxy
 from rolltap.trainer.engine.status import served_by
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, workplace
-from rolltap.trainer.rollouts.resume import started_event
 from rolltap.trainer.traces.facts import Facts, session_facts
 from rolltap.trainer.traces.reader import SessionRows
 
@@ -34,6 +40,38 @@ _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
 _LOCK_FILE = "rolltap.lock"
 """File in mitmproxy's folder. It is locked while a recorder makes the CA: of two that make one at
 once, the later one replaces that of the other, whose sessions then trust no reply."""
+STARTED_FIELDS = (
+    "task_id",
+    "group_id",
+    "task_digest",
+    "policy_version",
+    "harness",
+    "harness_version",
+    "program_digest",
+    "preset_digest",
+    "runtime",
+    "image_digest",
+)
+"""Fields of a session's row that are known before it runs, and are in the event `session_started`.
+"""
+
+
+def started_event(session: Session, key: Mapping[str, str] | None = None) -> Event:
+    """Return the event of a session's start. `key` has the digests of the parts of its group's
+    key."""
+    detail: dict[str, object] = {}
+    for name in STARTED_FIELDS:
+        value = getattr(session, name)
+        if value:
+            detail[name] = value
+    if key:
+        detail["key"] = dict(key)
+    return Event(
+        kind="session_started",
+        session_id=session.session_id,
+        at=session.started_at,
+        detail=json_text(detail),
+    )
 
 
 class Recorder:
@@ -75,7 +113,8 @@ class Recorder:
         """The run folder."""
         self.rows: SessionRows
         """The rows of the run's sessions. Only inside of the `with` block."""
-        self.engine, self.model = engine, str(model)
+        self.engine = engine
+        self.model = str(model)
         known = {
             "rolltap_out": str(out),
             "rolltap_engine": engine,
@@ -84,9 +123,9 @@ class Recorder:
         }
         require_options(known)
         mitmdump.program()
-        self._options = {
-            name: [value] if isinstance(value, str) else [*value] for name, value in known.items()
-        }
+        self._options: dict[str, list[str]] = {}
+        for name, value in known.items():
+            self._options[name] = [value] if isinstance(value, str) else [*value]
         self._number = processes
         self._processes: list[Mitmdump] = []
         self._proxies: list[Proxy] = []
@@ -99,19 +138,25 @@ class Recorder:
     def private_files(self) -> list[Path]:
         """Return the engine's key file and mitmproxy's folder, which has the key of its
         certificates."""
+        files = [self._confdir()]
         named = [*self._options.get("rolltap_engine_key_file", []), os.environ.get(KEY_FILE, "")]
-        return [self._confdir(), *(Path(name).expanduser() for name in named if name)]
+        for name in named:
+            if name:
+                files.append(Path(name).expanduser())
+        return files
+
+    def _option(self, name: str, default: str) -> str:
+        return self._options.get(name, [default])[-1]
 
     def _confdir(self) -> Path:
-        return Path(self._options.get("confdir", ["~/.mitmproxy"])[-1]).expanduser()
+        return Path(self._option("confdir", "~/.mitmproxy")).expanduser()
 
     def require_rendering(self) -> None:
         """Raise `InputError` for a folder of a model whose conversations cannot be rendered."""
         if Path(self.model).is_dir():
             from rolltap.addons.prompts.rendering import Rendering
 
-            renderer = self._options.get("rolltap_renderer", ["auto"])[-1]
-            Rendering(resolve_model(self.model), renderer)
+            Rendering(resolve_model(self.model), self._option("rolltap_renderer", "auto"))
 
     @staticmethod
     def script() -> Path:
@@ -120,15 +165,15 @@ class Recorder:
 
     def __enter__(self) -> Self:
         hide_process()
-        # one for each process: a session's password works only where its calls are recorded and
-        # ended
-        keys = [secrets.token_urlsafe(32) for _ in range(self._number)]
         confdir = self._confdir()
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             bundle = stack.enter_context(workplace()) / "ca-bundle.pem"
             self._processes = []
             stack.callback(self._stop)
+            # one for each process: a session's password works only where its calls are recorded
+            # and ended
+            keys = [secrets.token_urlsafe(32) for _ in range(self._number)]
             addresses: list[str] = []
             with ExitStack() as alone:
                 if not _has_ca(confdir):
@@ -140,15 +185,16 @@ class Recorder:
                     addresses.append(self._processes[0].address())  # it makes the CA
             for number in range(1, self._number):
                 self._start(number + 1, keys[number])
-            addresses += [process.address() for process in self._processes[len(addresses) :]]
+            for process in self._processes[len(addresses) :]:
+                addresses.append(process.address())
             ca = confdir / "mitmproxy-ca-cert.pem"
-            proxies = [
-                Proxy(f"http://{address}", ca=ca, secret=key, bundle=bundle)
-                for address, key in zip(addresses, keys, strict=True)
-            ]
+            proxies = []
+            for address, key in zip(addresses, keys, strict=True):
+                proxies.append(Proxy(f"http://{address}", ca=ca, secret=key, bundle=bundle))
             self._writer = stack.enter_context(RunWriter(self.path))
             self.rows = SessionRows(self.path)
-            self._proxies, self._cleanup = proxies, stack.pop_all()
+            self._proxies = proxies
+            self._cleanup = stack.pop_all()
         return self
 
     def __exit__(
@@ -269,21 +315,7 @@ class Recorder:
         that is not finite or comes with a status of `UNREWARDED`; else as `end_calls`.
         """
         self.proxy(session.session_id)
-        if not session.session_id:
-            raise InputError("the session has an empty session_id")
-        statuses = [status for status in get_args(SessionStatus) if status != "unknown"]
-        if session.status not in statuses:
-            raise InputError(
-                f"session {session.session_id}: status={session.status!r}: choose"
-                f" {', '.join(statuses)}"
-            )
-        if session.reward is not None and not math.isfinite(session.reward):
-            raise InputError(
-                f"session {session.session_id}: the reward {session.reward} is not finite"
-            )
-        if session.status in UNREWARDED and session.reward is not None:
-            both = f"the status {session.status} and the reward {session.reward}"
-            raise InputError(f"session {session.session_id}: it has {both}")
+        _require_end(session)
         session.finished_at = session.finished_at or utc_now()
         try:
             self.stop_calls(session.session_id)
@@ -296,7 +328,9 @@ class Recorder:
     def _version(self, session: Session) -> str:
         """Return the version of a session's row. Raises `RunError` and `OSError`."""
         known = self.rows.first_version(session.session_id) or session.policy_version
-        return self.published_version() if known is None else known
+        if known is None:
+            return self.published_version()
+        return known
 
     def published_version(self) -> str:
         """Return the version of the run's policy. Raises `RunError` when it cannot be read."""
@@ -312,9 +346,11 @@ class Recorder:
             process.check()
 
     def _start(self, number: int, secret: str) -> None:
-        alone = self._number == 1
-        name = "the recorder" if alone else f"recorder {number} of {self._number}"
-        log = self.path / ("recorder.log" if alone else f"recorder-{number}.log")
+        name = "the recorder"
+        log = self.path / "recorder.log"
+        if self._number > 1:
+            name = f"recorder {number} of {self._number}"
+            log = self.path / f"recorder-{number}.log"
         kept = []
         if self.lock is not None:
             kept.append(self.lock)
@@ -327,6 +363,23 @@ class Recorder:
             process.terminate()
         for process in self._processes:
             process.stop()
+
+
+def _require_end(session: Session) -> None:
+    """Raise `InputError` for a session that cannot end as its row says."""
+    if not session.session_id:
+        raise InputError("the session has an empty session_id")
+    where = f"session {session.session_id}:"
+    statuses = [status for status in get_args(SessionStatus) if status != "unknown"]
+    if session.status not in statuses:
+        raise InputError(f"{where} status={session.status!r}: choose {', '.join(statuses)}")
+    if session.reward is None:
+        return
+    if not math.isfinite(session.reward):
+        raise InputError(f"{where} the reward {session.reward} is not finite")
+    if session.status in UNREWARDED:
+        both = f"the status {session.status} and the reward {session.reward}"
+        raise InputError(f"{where} it has {both}")
 
 
 def _has_ca(confdir: Path) -> bool:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.options import RecordedFrom
-from rolltap.addons.store.records import Event, Session, SessionStatus, json_text
+from rolltap.addons.store.records import Session, SessionStatus
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.names import SessionName
+from rolltap.trainer.names import SessionName, counted
+from rolltap.trainer.rollouts.recorder import STARTED_FIELDS
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 
@@ -53,39 +54,15 @@ class Group:
     """True for sessions of an evaluation, which are recorded apart from those that train."""
 
 
-_OF_TASK = ("task_id", "group_id", "task_digest", "policy_version")
-_OF_PROGRAM = (
-    "harness",
-    "harness_version",
-    "program_digest",
-    "preset_digest",
-    "runtime",
-    "image_digest",
-)
-_STARTED_FIELDS = _OF_TASK + _OF_PROGRAM
-"""Fields of a session's row that are known before it runs, and are in the event `session_started`.
-"""
-
-
-def started_event(session: Session, key: Mapping[str, str] | None = None) -> Event:
-    """Return the event of a session's start. `key` has the digests of the parts of its group's
-    key."""
-    detail: dict[str, object] = {
-        name: value for name in _STARTED_FIELDS if (value := getattr(session, name))
-    }
-    if key:
-        detail["key"] = dict(key)
-    text = json_text(detail)
-    return Event(
-        kind="session_started", session_id=session.session_id, at=session.started_at, detail=text
-    )
-
-
 def group_keys(run: Path) -> dict[str, Mapping[str, str]]:
     """Return task id -> the digests of the key of its newest session. Raises `RunError` of the
     folder."""
-    details = [json.loads(row["detail"]) for row in _started(run)]
-    return {detail["task_id"]: detail["key"] for detail in details if "key" in detail}
+    keys: dict[str, Mapping[str, str]] = {}
+    for row in _started(run):
+        detail = json.loads(row["detail"])
+        if "key" in detail:
+            keys[detail["task_id"]] = detail["key"]
+    return keys
 
 
 def interrupted_sessions(run: Path) -> list[Session]:
@@ -107,13 +84,16 @@ def _started(run: Path) -> list[dict[str, Any]]:
 
 def interrupted_session(row: Mapping[str, Any]) -> Session:
     """Return a row `cancelled` of the session that began with a row `session_started`."""
-    known = {
-        name: value for name, value in json.loads(row["detail"]).items() if name in _STARTED_FIELDS
-    }
-    error = "it was running when the rollout was killed"
-    return Session(
-        session_id=row["session_id"], status="cancelled", error=error, started_at=row["at"], **known
+    session = Session(
+        session_id=row["session_id"],
+        status="cancelled",
+        error="it was running when the rollout was killed",
+        started_at=row["at"],
     )
+    for name, value in json.loads(row["detail"]).items():
+        if name in STARTED_FIELDS:
+            setattr(session, name, value)
+    return session
 
 
 def key_parts(values: Mapping[str, object]) -> dict[str, str]:
@@ -210,34 +190,35 @@ def resume_lines(
     cannot be read.
     """
     lines = []
-    if used := sum(len(group.session_ids) for group in groups) - sum(
-        len(group.session_ids) for group in missing
-    ):
+    used = 0
+    for group, rest in zip(groups, missing, strict=True):
+        used += len(group.session_ids) - len(rest.session_ids)
+    if used:
         lines.append(f"resumes {run}: {used} sessions have ended and are used again")
-    if further and (open_groups := sum(map(recorded.has, groups))):
+    begun = [group for group in groups if recorded.has(group)]
+    if further and begun:
         lines.append(
-            f"completes {open_groups} groups of which sessions are missing, and begins no further"
+            f"completes {len(begun)} groups of which sessions are missing, and begins no further"
             " ones: rerun for these"
         )
     keys = group_keys(run)
-    differ = [
-        changed_parts(keys[group.task.id], group.key)
-        for group in groups
-        if group.task.id in keys and not recorded.has(group)
-    ]
-    if differ := [parts for parts in differ if parts]:
-        changed = ", ".join(sorted({name for parts in differ for name in parts}))
-        lines.append(
-            f"begins new groups of {len(differ)} {'task' if len(differ) == 1 else 'tasks'}:"
-            f" {changed} changed"
-        )
+    new = 0
+    changed: set[str] = set()
+    for group in groups:
+        parts = []
+        if group.task.id in keys and not recorded.has(group):
+            parts = changed_parts(keys[group.task.id], group.key)
+        new += bool(parts)
+        changed.update(parts)
+    if new:
+        names = ", ".join(sorted(changed))
+        lines.append(f"begins new groups of {counted(new, 'task')}: {names} changed")
     return lines
 
 
 def _round(task: Task, base: str, number: int, sessions: int, key: Mapping[str, str]) -> Group:
-    return Group(
-        task, f"{base}.{number}", [f"{base}.{number}-{index}" for index in range(sessions)], key
-    )
+    group_id = f"{base}.{number}"
+    return Group(task, group_id, [f"{group_id}-{index}" for index in range(sessions)], key)
 
 
 def changed_parts(known: Mapping[str, str], key: Mapping[str, str]) -> list[str]:

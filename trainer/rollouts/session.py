@@ -1,12 +1,16 @@
 """The way of one session, from a copy of the task's start to its row.
 
-    try             the task's judge on its start, once: if its program is not there, no session
-    runs start           a copy of the task's start: the workspace box             of the runtime;
-    the recorder is all that it reaches (ready)         waits for a slot begin           event
-    `session_started` harness         until it ends, or is stopped settle          every process
-    that it left is killed end calls       running calls are recorded, later ones are refused facts
-    faults, budgets and counts, from the rows (ran)           waits for a slot, unless there was a
-    fault, or no completed call judge outcome         status, reward, error end             the row
+    prepared        its workspace and its box: see `preparation`
+    (ready)         waits for a slot
+    begin           event `session_started`
+    harness         until it ends, or is stopped
+    settle          every process that it left is killed
+    end calls       running calls are recorded, later ones are refused
+    facts           faults, budgets and counts, from the rows
+    (ran)           waits for a slot, unless there was a fault, or no completed call
+    judge
+    outcome         status, reward, error
+    end             the row
 
 A session that has begun has a row in any case: `infrastructure` when a step before the judge fails,
 `cancelled` when it is stopped. One that cannot be prepared has one too; one that is stopped before
@@ -16,38 +20,32 @@ it began is as if it had not been.
 import asyncio
 import errno
 import logging
-import math
 import secrets
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
-from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.session_options import SessionOptions
 from rolltap.trainer.boxes.environment import CERTIFICATES, clean_environment
-from rolltap.trainer.boxes.runtime import Box, BoxSpec, Ended, Runtime
-from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end
+from rolltap.trainer.boxes.runtime import Box, Ended
+from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.changes import AgentResult
 from rolltap.trainer.judges.checkout import Ahead, JudgeJob
-from rolltap.trainer.judges.command import judge_here, last_line
+from rolltap.trainer.judges.command import last_line
 from rolltap.trainer.judges.folders import open_to_owner
-from rolltap.trainer.judges.judge import fault_on_start, judge, prepare_ahead
+from rolltap.trainer.judges.judge import judge, prepare_ahead
 from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.phases import PhaseClock, send_spans
-from rolltap.trainer.rollouts.config import RolloutConfig
-from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.node import Enter, SessionAttempt
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
-from rolltap.trainer.rollouts.provenance import Provenances
+from rolltap.trainer.rollouts.preparation import SessionContext, prepared
+from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.facts import Facts
@@ -58,8 +56,14 @@ logger = logging.getLogger(__name__)
 _NEVER_STARTS = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Errors of a program that is missing, or is no program: another attempt would fail too."""
 _SPAN_ATTRIBUTES = (
-    *("session_id", "task_id", "group_id", "harness"),
-    *("status", "reward", "policy_version", "runtime"),
+    "session_id",
+    "task_id",
+    "group_id",
+    "harness",
+    "status",
+    "reward",
+    "policy_version",
+    "runtime",
 )
 _NOT_RUN = (126, 127)
 """Exit statuses of a shell that cannot run a command."""
@@ -67,79 +71,6 @@ _SHOWN = (
     "A box shows the program's installation and the files that its preset names by ./ alone: show"
     " other folders with --tools DIR (tools in a recipe)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SessionContext:
-    """Things that the sessions of a worker share. They may be used in one event loop after another.
-
-    Attributes:
-        work: Folder for what sessions need while they run.
-        digests: Task id -> the task's digest, which takes reading its folders.
-        judged: Digests of tasks whose judges have judged sessions of the run in this runtime.
-        faults: Task id -> why its judge cannot judge the start; empty if it can.
-        reading: Task id -> its digest, while it is read.
-    """
-
-    config: RolloutConfig
-    harness: Harness
-    runtime: Runtime
-    recorder: Recorder
-    work: Path
-    starts: Starts
-    provenances: Provenances
-    harness_env: Mapping[str, str]
-    digests: dict[str, str] = field(default_factory=dict)
-    judged: Collection[str] = ()
-    faults: Once[str, str] = field(default_factory=Once)
-    reading: Once[str, str] = field(default_factory=Once)
-
-    @classmethod
-    def of(
-        cls,
-        config: RolloutConfig,
-        harness: Harness,
-        runtime: Runtime,
-        recorder: Recorder,
-        work: Path,
-    ) -> Self:
-        """Return a context whose starts and provenances are made in the folder `work`.
-
-        Raises `EngineError` when the harness needs the engine's context window and the engine does
-        not tell it.
-        """
-        return cls(
-            config,
-            harness,
-            runtime,
-            recorder,
-            work,
-            starts=Starts(work / "starts", runtime),
-            provenances=Provenances(harness, runtime, work),
-            harness_env=harness.environment(recorder.engine),
-        )
-
-    async def digest(self, task: Task) -> str:
-        """Return the digest of a task, which is read once. Raises `InputError` for a path that
-        cannot be read."""
-        if task.id not in self.digests:
-            read = partial(asyncio.to_thread, task.digest)
-            self.digests[task.id] = await self.reading.get(task.id, read)
-        return self.digests[task.id]
-
-
-async def require_judge(context: SessionContext, job: JudgeJob) -> None:
-    """Try the judge of a task on its start, once. Raises `InputError` if a program or module of it
-    is not there.
-
-    Raises as `judge`, too.
-    """
-    name = job.task.id
-    if context.digests[name] in context.judged:
-        return
-    start = replace(job, name=name, result=None)
-    if why := await context.faults.get(name, partial(fault_on_start, start)):
-        raise InputError(f"task {name!r}: {why}")
 
 
 def new_session(context: SessionContext, attempt: SessionAttempt) -> Session:
@@ -184,30 +115,34 @@ async def run_session(context: SessionContext, attempt: SessionAttempt, enter: E
             session.error = attempt.why_stopped
         raise
     except (OSError, InputError) as error:
-        session.status, session.error = "infrastructure", f"the session could not be run: {error}"
+        session.status = "infrastructure"
+        session.error = f"the session could not be run: {error}"
         facts = Facts(permanent=isinstance(error, InputError))
-    except (RecorderError, RunError) as error:
-        session.status, session.error = (
-            "infrastructure",
-            str(error),
-        )  # `Recorder.end` raises it, after the row
+    except (RecorderError, RunError) as error:  # `Recorder.end` raises it, after the row
+        session.status = "infrastructure"
+        session.error = str(error)
     except Exception as error:  # its task may be the cause, and others' sessions go on
         logger.warning("session %s failed", session.session_id, exc_info=True)
-        session.status, session.error = "infrastructure", f"the session could not be run: {error!r}"
+        session.status = "infrastructure"
+        session.error = f"the session could not be run: {error!r}"
         facts = Facts(permanent=True)
     finally:
         if session.status != "unknown":
             attempt.row = session
-            clock.enter("")
-            for phase, seconds in clock.seconds().items():
-                setattr(session, f"{phase}_seconds", seconds)
-            session.finished_at = utc_now()
-            try:
-                await run_to_end(end_session, context.recorder, session, attempt.group.task)
-            finally:
-                shown = {name: getattr(session, name) for name in _SPAN_ATTRIBUTES}
-                await run_to_end(send_spans, clock, shown)
+            await _end(context.recorder, session, attempt.group.task, clock)
     return facts
+
+
+async def _end(recorder: Recorder, session: Session, task: Task, clock: PhaseClock) -> None:
+    clock.enter("")
+    for phase, seconds in clock.seconds().items():
+        setattr(session, f"{phase}_seconds", seconds)
+    session.finished_at = utc_now()
+    try:
+        await run_to_end(end_session, recorder, session, task)
+    finally:
+        shown = {name: getattr(session, name) for name in _SPAN_ATTRIBUTES}
+        await run_to_end(send_spans, clock, shown)
 
 
 def end_session(recorder: Recorder, session: Session, task: Task | None) -> None:
@@ -233,77 +168,23 @@ def count_suspicions(rows: SessionRows, session: Session, task: Task | None) -> 
         )
 
 
-def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> Facts:
-    """End a session of a program that the caller started, with the reward of the command
-    `evaluate`, or None.
-
-    Returns its facts. A reward that the program gave at the session's end counts first.
-
-    Raises as `Recorder.end_calls` and `Recorder.end`.
-    """
-    recorder.end_calls(session.session_id)
-    facts = recorder.facts(session.session_id)
-    if facts.unreadable is not None:
-        session.status, session.error = "cancelled", facts.unreadable
-    elif evaluate is not None:
-        judged = None
-        if is_judged(facts):
-            judged = judge_here(
-                evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log"
-            )
-            session.parts, session.evidence = judged.parts, judged.evidence
-        result = outcome(Ended(session.exit_status), math.inf, facts, judged)
-        session.status, session.reward, session.error = result.status, result.reward, result.error
-    elif facts.budget is not None:
-        session.status, session.error = "budget", facts.budget
-    if facts.unreadable is None and (rows := session_rows(recorder.path, session.session_id)):
-        own = rows[-1]
-        session.revision = own.revision + 1
-        session.status = "completed" if session.exit_status == 0 else "failed"
-        session.reward, session.parts, session.evidence, session.error = (
-            own.reward,
-            own.parts,
-            own.evidence,
-            None,
-        )
-        session.task_id, session.group_id = (
-            own.task_id or session.task_id,
-            own.group_id or session.group_id,
-        )
-    recorder.end(session)
-    return facts
-
-
 async def _play(context: SessionContext, session: Session, group: Group, enter: Enter) -> Facts:
     """Run the harness and the judge, and set the outcome in `session`."""
-    recorder, task = context.recorder, group.task
+    recorder = context.recorder
+    task = group.task
     session.task_digest = await context.digest(task)
     timeout = task.timeout or context.config.timeout
     log = recorder.path / "logs" / f"{session.session_id}.log"
     log.parent.mkdir(exist_ok=True)
     folder = context.work / secrets.token_hex(4)
-    made = AgentResult(folder / "workspace", folder / "home")
+    folders = AgentResult(folder / "workspace", folder / "home")
     ahead: Ahead | None = None
     try:
-        async with _prepared(context, session, task, made) as (job, box):
+        async with prepared(context, session, task, folders) as (job, box):
             await enter("running")
-            session.started_at = utc_now()
-            session.policy_version = session.policy_version or recorder.published_version()
-            session.status = "cancelled"
-            hosts = None if task.allow is None else tuple(task.allow)
-            given = SessionOptions(sampling=dict(group.sampling), rerun=group.fork, allow=hosts)
-            await run_to_end(recorder.begin, session, group.key, given)
+            await _begin(recorder, session, group)
             ahead = prepare_ahead(job)
-            command = context.harness.command_for(task.instruction)
-            env = _environment(context, session.session_id, task, box)
-            try:
-                ended = await box.run(command, env=env, timeout=timeout, log=log)
-            except ConnectionError:
-                raise  # of a remote box: the program ran there
-            except OSError as error:
-                kind = InputError if error.errno in _NEVER_STARTS else OSError
-                shown = f". {_SHOWN}" if context.runtime.isolated else ""
-                raise kind(f"the harness {command[0]} cannot be started: {error}{shown}") from error
+            ended = await _run_harness(context, session, task, box, timeout, log)
             session.exit_status = ended.status
             await box.settle()
             await run_to_end(recorder.stop_calls, session.session_id)
@@ -312,39 +193,23 @@ async def _play(context: SessionContext, session: Session, group: Group, enter: 
             session.error = facts.unreadable  # no session of the rollout can have a result
             return facts
         if facts.diverged is not None:
-            session.status, session.error = "diverged", facts.diverged
+            session.status = "diverged"
+            session.error = facts.diverged
             return facts
         judged = None
         if is_judged(facts):
             await enter("judging")
             judged = await _judge(session, replace(job, ahead=ahead))
-        result = outcome(ended, timeout, facts, judged)
-        session.status, session.reward, session.error = result.status, result.reward, result.error
-        if result.ended is not None:  # for a reward that somebody gives later
-            session.evidence = {**session.evidence, "ended": result.ended}
-        stopped_early = bool(ended.status) and not facts.calls and not facts.refusals
-        not_run = stopped_early and ended.status in _NOT_RUN
+        outcome(ended, timeout, facts, judged).set_in(session)
+        made_no_call = bool(ended.status) and not facts.calls and not facts.refusals
+        not_run = made_no_call and ended.status in _NOT_RUN
         if facts.fault is not None:
-            why = result.error
             if not_run:
-                why = (
-                    "a shell could not run a command, and the harness ended with status"
-                    f" {ended.status}"
-                )
-            session.error = f"{why}; its output is in {log.name}"
-            last = last_line(log).replace(str(made.workspace), "WORKSPACE")
-            if last and not stopped_early:
-                session.error += f", and ends with: {last}"
-            elif last:  # the program's own words say why
-                if last.startswith("Node.js v"):  # the last line of a crash: Node may be too old
-                    needs = [f" ({quirk})" for quirk in context.harness.quirks if "Node" in quirk]
-                    last += "".join(needs)
-                session.error = f"{last}; {session.error}"
-            if stopped_early and context.runtime.isolated:
-                session.error += f". {_SHOWN}"
-        if not_run:
-            return facts._replace(permanent=True)
-        return facts
+                what = "a shell could not run a command, and the harness ended with status"
+                session.error = f"{what} {ended.status}"
+            last = last_line(log).replace(str(folders.workspace), "WORKSPACE")
+            session.error = _with_output(context, session.error, log.name, last, made_no_call)
+        return facts._replace(permanent=not_run)
     finally:
         try:
             if ahead is not None:
@@ -353,78 +218,63 @@ async def _play(context: SessionContext, session: Session, group: Group, enter: 
             await run_to_end(remove_folder, folder)
 
 
-@asynccontextmanager
-async def _prepared(
-    context: SessionContext, session: Session, task: Task, made: AgentResult
-) -> AsyncIterator[tuple[JudgeJob, Box]]:
-    """Yield the box of a session, with its workspace, and what its judge will need. Raises
-    `OSError` and `InputError`.
-
-    The copy and the box have a time limit of their own, which begins with the copy: to wait for a
-    thread is no part of it. What sessions share has other limits: starts, versions and images.
-    """
-    recorder, runtime, seconds = context.recorder, context.runtime, context.config.preparing_timeout
-    (await context.provenances.of(task.image)).set_in(session)
-    start = await context.starts.of(task)
-    job = JudgeJob(
-        task=task,
-        start=start,
-        runtime=runtime,
-        result=made,
-        name=session.session_id,
-        logs=recorder.path / "logs",
-        engine_urls=recorder.engine.split(","),
-        network=recorder,
-    )
-    await require_judge(context, job)
-    proxy = recorder.proxy(session.session_id)
-    spec = BoxSpec(
-        name=f"rolltap-{made.home.parent.name}",
-        workspace=made.workspace,
-        workdir=task.workdir,
-        home=made.home,
-        mounts=proxy.mounts() if runtime.isolated else (),
-        image=task.image,
-        limits=task.limits,
-        proxy=proxy.address,
-        accept=partial(recorder.accept, session.session_id),
-    )
-    loop = asyncio.get_running_loop()
-    limit = asyncio.timeout(None)
-
-    def begin() -> None:
-        limit.reschedule(loop.time() + seconds)
-
-    def copy() -> None:
-        loop.call_soon_threadsafe(begin)
-        made.home.mkdir(parents=True)
-        start.copy_to(made.workspace)
-
-    async with AsyncExitStack() as stack:
-        try:
-            async with limit:
-                await in_folder_thread(copy)
-                box = await stack.enter_async_context(runtime.box(spec))
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise OSError(f"it could not be prepared in {seconds:g} s") from error
-        yield job, box
+async def _begin(recorder: Recorder, session: Session, group: Group) -> None:
+    session.started_at = utc_now()
+    session.policy_version = session.policy_version or recorder.published_version()
+    session.status = "cancelled"
+    hosts = None
+    if group.task.allow is not None:
+        hosts = tuple(group.task.allow)
+    given = SessionOptions(sampling=dict(group.sampling), rerun=group.fork, allow=hosts)
+    await run_to_end(recorder.begin, session, group.key, given)
 
 
-def _environment(context: SessionContext, session_id: str, task: Task, box: Box) -> dict[str, str]:
-    """Return the whole environment of the harness. The recorder's variables win."""
+async def _run_harness(
+    context: SessionContext, session: Session, task: Task, box: Box, timeout: float, log: Path
+) -> Ended:
+    """Run the program in its box. Raises `OSError` and `InputError` when it cannot be started."""
     isolated = context.runtime.isolated
-    certificates = CERTIFICATES if isolated else None
-    recorded = context.recorder.proxy(session_id).environment(
-        session_id, address=box.proxy, certificates=certificates
+    recorded = context.recorder.proxy(session.session_id).environment(
+        session.session_id,
+        address=box.proxy,
+        certificates=CERTIFICATES if isolated else None,
     )
-    return {
+    environment = {
         **clean_environment(Path(box.home), isolated=isolated),
         **context.harness_env,
         **task.env,
-        **recorded,
+        **recorded,  # the recorder's variables win
     }
+    command = context.harness.command_for(task.instruction)
+    try:
+        return await box.run(command, env=environment, timeout=timeout, log=log)
+    except ConnectionError:
+        raise  # of a remote box: the program ran there
+    except OSError as error:
+        what = f"the harness {command[0]} cannot be started: {error}"
+        if isolated:
+            what += f". {_SHOWN}"
+        if error.errno in _NEVER_STARTS:
+            raise InputError(what) from error
+        raise OSError(what) from error
+
+
+def _with_output(
+    context: SessionContext, why: str | None, log: str, last: str, made_no_call: bool
+) -> str:
+    """Return the error of a fault with the last line of the program's output."""
+    error = f"{why}; its output is in {log}"
+    if last and not made_no_call:
+        error += f", and ends with: {last}"
+    elif last:  # the program's own words say why
+        if last.startswith("Node.js v"):  # the last line of a crash: Node may be too old
+            for quirk in context.harness.quirks:
+                if "Node" in quirk:
+                    last += f" ({quirk})"
+        error = f"{last}; {error}"
+    if made_no_call and context.runtime.isolated:
+        error += f". {_SHOWN}"
+    return error
 
 
 async def _judge(session: Session, job: JudgeJob) -> Judged:
@@ -436,14 +286,71 @@ async def _judge(session: Session, job: JudgeJob) -> Judged:
     """
     assert job.result is not None
     try:
-        await in_folder_thread(
-            open_to_owner, job.result.home
-        )  # the agent may have closed it to this user
+        # the agent may have closed its home to this user
+        await in_folder_thread(open_to_owner, job.result.home)
         judged = await judge(job)
     except (OSError, InputError, RecorderError):
         raise
     except Exception as error:
         logger.warning("the judge of session %s failed", session.session_id, exc_info=True)
         judged = Judged(unjudged=f"the judge failed: {error!r}")
-    session.parts, session.evidence = judged.parts, judged.evidence
+    session.parts = judged.parts
+    session.evidence = judged.evidence
     return judged
+
+
+class LocalNode:
+    """This process as a node: its recorder, and boxes on this machine.
+
+    Args:
+        slots: Of this node.
+        context: Context of its sessions.
+        evaluation: Makes the context of sessions that evaluate, when it is asked for first.
+    """
+
+    name = ""
+
+    def __init__(
+        self,
+        slots: Slots,
+        context: SessionContext,
+        evaluation: Callable[[], Awaitable[SessionContext]],
+    ) -> None:
+        self.slots = slots
+        self.idle = asyncio.Event()
+        """Set while no session is here."""
+        self.idle.set()
+        self._context = context
+        self._evaluation = evaluation
+        self._number = 0
+        """Number of the sessions that are here."""
+        self._training: set[str] = set()
+        """Sessions that run, and do not evaluate."""
+
+    async def context_of(self, group: Group) -> SessionContext:
+        """Return the context of the sessions of a group."""
+        if group.evaluates:
+            return await self._evaluation()
+        return self._context
+
+    async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
+        """Run a session: see `Node.run`."""
+        self._number += 1
+        self.idle.clear()
+        try:
+            context = await self.context_of(attempt.group)
+            context.recorder.check()
+            if not attempt.group.evaluates:
+                self._training.add(attempt.session_id)
+            return await run_session(context, attempt, enter)
+        finally:
+            self._training.discard(attempt.session_id)
+            self._number -= 1
+            if self._number == 0:
+                self.idle.set()
+
+    def first_version(self, session_id: str) -> str | None:
+        """Return the version of a session's first call: see `Node.first_version`."""
+        if session_id not in self._training:
+            return None
+        return self._context.recorder.rows.first_version(session_id)

@@ -6,7 +6,7 @@ import gc
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +25,9 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.judges.check import check_judges
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
-from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.harness import Harness, Provenance
 from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
-from rolltap.trainer.rollouts.node import Enter, SessionAttempt
-from rolltap.trainer.rollouts.provenance import Provenance
-from rolltap.trainer.rollouts.queue import Slots
+from rolltap.trainer.rollouts.preparation import SessionContext
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import (
     Group,
@@ -39,11 +37,10 @@ from rolltap.trainer.rollouts.resume import (
     resume_lines,
 )
 from rolltap.trainer.rollouts.runner import GroupRunner
-from rolltap.trainer.rollouts.session import SessionContext, end_session, run_session
+from rolltap.trainer.rollouts.session import LocalNode, end_session
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.traces.facts import Facts
 from rolltap.trainer.traces.reader import SessionTable, load_sessions
 
 _SWITCH_SECONDS = 0.0005
@@ -189,16 +186,18 @@ class Worker:
     ) -> None:
         await run_to_end(self.__exit__, kind, value, traceback)
 
-    async def context_of(self, group: Group) -> SessionContext:
-        """Return the context of the sessions of a group. Only inside of the block.
+    def node(self, share: float = 0.0) -> LocalNode:
+        """Return this process as a node. Only inside of the block.
 
-        Groups that evaluate are recorded in the folder `EVALUATION` of the run, by a recorder of
-        its own, which starts with the first of them and ends with the block. Raises what entering
-        raises.
+        Groups that evaluate have the first `share` of the slots, one at least. They are recorded in
+        the folder `EVALUATION` of the run, by a recorder of its own, which starts with the first of
+        them and ends with the block. Such a group raises what entering raises.
         """
-        if group.evaluates:
+
+        async def evaluation() -> SessionContext:
             return await self._evaluation.get(EVALUATION, self._begin_evaluation)
-        return self.context
+
+        return LocalNode(self.config.slots(share), self.context, evaluation)
 
     async def _begin_evaluation(self) -> SessionContext:
         worker = Worker(
@@ -240,7 +239,7 @@ class Worker:
         At its end the sessions that run here are stopped, and retried on other nodes. `share` is
         that of `runner`.
         """
-        node = LocalNode(self.config.slots(share), self.context_of)
+        node = self.node(share)
         runner.add_node(node)
         try:
             yield
@@ -264,49 +263,6 @@ class Worker:
         async with self.runner(advance) as runner:
             results = [await runner.submit(group, policy_version) for group in groups]
             return [session for result in results for session in await result]
-
-
-class LocalNode:
-    """This process as a node: its recorder, and boxes on this machine. `context_of` returns a
-    group's context."""
-
-    name = ""
-
-    def __init__(
-        self, slots: Slots, context_of: Callable[[Group], Awaitable[SessionContext]]
-    ) -> None:
-        self.slots = slots
-        self.context_of = context_of
-        self.idle = asyncio.Event()
-        """Set while no session is here."""
-        self.idle.set()
-        self._number = 0
-        """Number of the sessions that are here."""
-        self._contexts: dict[str, SessionContext] = {}
-        """Session that runs, and does not evaluate -> its context."""
-
-    async def run(self, attempt: SessionAttempt, enter: Enter) -> Facts:
-        """Run a session: see `Node.run`."""
-        self._number += 1
-        self.idle.clear()
-        try:
-            context = await self.context_of(attempt.group)
-            context.recorder.check()
-            if not attempt.group.evaluates:
-                self._contexts[attempt.session_id] = context
-            return await run_session(context, attempt, enter)
-        finally:
-            self._contexts.pop(attempt.session_id, None)
-            self._number -= 1
-            if not self._number:
-                self.idle.set()
-
-    def first_version(self, session_id: str) -> str | None:
-        """Return the version of a session's first call: see `Node.first_version`."""
-        context = self._contexts.get(session_id)
-        if context is None:
-            return None
-        return context.recorder.rows.first_version(session_id)
 
 
 async def roll_out(

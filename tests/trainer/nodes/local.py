@@ -15,7 +15,7 @@ from rolltap.trainer.nodes.cluster import ClusterNode
 from rolltap.trainer.nodes.fleet import Fleet
 from rolltap.trainer.nodes.messages import Setup
 from rolltap.trainer.rollouts.config import RolloutConfig
-from rolltap.trainer.rollouts.resume import started_event
+from rolltap.trainer.rollouts.recorder import started_event
 from rolltap.trainer.traces.facts import Facts
 from tests.factories import make_session, write_run
 
@@ -39,7 +39,7 @@ class Sessions:
     """The worker of an actor and its node. A session goes on when the test says so."""
 
     def __init__(self, out):
-        self.out, self.context_of = out, self
+        self.out = out
         self.began, self.may_end = defaultdict(asyncio.Event), defaultdict(asyncio.Event)
         self.failing = {}
         """Session -> the error that it raises in place of its end."""
@@ -50,6 +50,9 @@ class Sessions:
         self.writers, self.groups = {}, {}
 
     def fit(self, tasks, private): ...
+
+    def node(self):
+        return self
 
     async def __aenter__(self):
         write_run(self.out)
@@ -166,7 +169,6 @@ def local_fleet(run, monkeypatch, names=("a",)):
         actor_module, "require_ray", lambda: SimpleNamespace(put=lambda packages: packages)
     )
     monkeypatch.setattr(actor_module, "WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(actor_module, "LocalNode", lambda slots, sessions: sessions)
     monkeypatch.setattr(actor_module, "Engines", lambda urls: SimpleNamespace(silent=list))
     monkeypatch.setattr(LocalSetup, "workers", [])
     setup = LocalSetup(RolloutConfig(retries=2), None, "http://e", "model")

@@ -7,7 +7,7 @@ from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.nodes.messages import Failure, Package
 from rolltap.trainer.nodes.rows import ForkedCalls, Shard, Writer, keep_calls
-from rolltap.trainer.rollouts.resume import started_event
+from rolltap.trainer.rollouts.recorder import started_event
 from tests.factories import make_call, make_session, write_run
 
 

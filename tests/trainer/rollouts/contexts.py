@@ -13,11 +13,11 @@ from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.preparation import SessionContext
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runner import GroupRunner
-from rolltap.trainer.rollouts.session import SessionContext
-from rolltap.trainer.rollouts.worker import LocalNode
+from rolltap.trainer.rollouts.session import LocalNode
 from tests.trainer.cli.program import ASK
 
 ONE_CALL_TEXT = ASK.replace("sys.exit(3)", "")
@@ -63,11 +63,11 @@ def runner_of(
     """Return a runner on this machine. `evaluation` is the context of groups that evaluate."""
     config = context.config
 
-    async def context_of_group(group: Group) -> SessionContext:
-        return evaluation if group.evaluates and evaluation is not None else context
+    async def of_evaluations() -> SessionContext:
+        return evaluation or context
 
     return GroupRunner(
-        [LocalNode(config.slots(share), context_of_group)],
+        [LocalNode(config.slots(share), context, of_evaluations)],
         advance,
         retries=config.retries,
         give_up_after=config.give_up_after,

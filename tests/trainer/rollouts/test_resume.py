@@ -8,7 +8,8 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import resume
-from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, key_parts, started_event
+from rolltap.trainer.rollouts.recorder import started_event
+from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, key_parts
 from rolltap.trainer.tasks.task import Task
 
 IDS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)

@@ -16,12 +16,12 @@ from rolltap.trainer.rollouts import runner as runner_module
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.node import NodeLostError
+from rolltap.trainer.rollouts.preparation import Starts
 from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.session import new_session
-from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.facts import Facts
 from rolltap.trainer.traces.reader import load_sessions

@@ -16,7 +16,7 @@ from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.judges.verdict import Judged
-from rolltap.trainer.rollouts import runner
+from rolltap.trainer.rollouts import preparation, runner
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group
@@ -93,7 +93,7 @@ async def test_a_row_has_the_seconds_of_the_phases_that_its_session_reached(
 
 async def test_the_time_limit_of_preparing_begins_when_its_copy_does(play, monkeypatch):
     limits, copied = [], []
-    timeout, in_folder_thread = asyncio.timeout, session_module.in_folder_thread
+    timeout, in_folder_thread = asyncio.timeout, preparation.in_folder_thread
 
     def noted(seconds):
         limit = timeout(seconds)
@@ -108,8 +108,8 @@ async def test_the_time_limit_of_preparing_begins_when_its_copy_does(play, monke
         await in_folder_thread(function, *arguments)
         copied.append(limits[0].when())
 
-    monkeypatch.setattr(session_module.asyncio, "timeout", noted)
-    monkeypatch.setattr(session_module, "in_folder_thread", queued)
+    monkeypatch.setattr(preparation.asyncio, "timeout", noted)
+    monkeypatch.setattr(preparation, "in_folder_thread", queued)
     assert (await play(ONE_CALL)).status == "completed"
     (end,) = copied
     assert end is not None

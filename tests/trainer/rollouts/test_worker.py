@@ -7,10 +7,9 @@ import pytest
 from rolltap.errors import InputError
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.rollouts.config import RolloutConfig
-from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.provenance import Provenance
+from rolltap.trainer.rollouts.harness import Harness, Provenance
+from rolltap.trainer.rollouts.preparation import SessionContext
 from rolltap.trainer.rollouts.resume import changed_parts, group_key, key_parts
-from rolltap.trainer.rollouts.session import SessionContext
 from rolltap.trainer.rollouts.worker import key_values
 from rolltap.trainer.tasks.task import Task
 

@@ -1,17 +1,32 @@
-"""The folders that sessions start from: pristine, without later git history, made once per task as
-long as there is room for them."""
+"""The preparation of sessions: the things that they share, their starts, and the box of each.
+
+A start is the folder that sessions of a task start from: pristine, without later git history, made
+once per task as long as there is room for it.
+"""
 
 import asyncio
 import shutil
 import tempfile
 import weakref
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.runtime import ImageRuntime, Runtime
+from rolltap.addons.store.records import Session
+from rolltap.trainer.boxes.runtime import Box, BoxSpec, ImageRuntime, Runtime
 from rolltap.trainer.boxes.watch import disk_bytes
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end, submit_folder_work
 from rolltap.trainer.folders import remove_folder
+from rolltap.trainer.judges.changes import AgentResult
+from rolltap.trainer.judges.checkout import JudgeJob
+from rolltap.trainer.judges.judge import fault_on_start
+from rolltap.trainer.rollouts.config import RolloutConfig
+from rolltap.trainer.rollouts.harness import Harness, Provenances
+from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.tasks.content import Start, content_digest, copy_content, is_bare
 from rolltap.trainer.tasks.git import give_history, require_inside
 from rolltap.trainer.tasks.task import Task
@@ -150,3 +165,139 @@ def _add_files(task: Task, target: Path) -> None:
         else:
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, place)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """Things that the sessions of a worker share. They may be used in one event loop after another.
+
+    Attributes:
+        work: Folder for what sessions need while they run.
+        digests: Task id -> the task's digest, which takes reading its folders.
+        judged: Digests of tasks whose judges have judged sessions of the run in this runtime.
+        faults: Task id -> why its judge cannot judge the start; empty if it can.
+        reading: Task id -> its digest, while it is read.
+    """
+
+    config: RolloutConfig
+    harness: Harness
+    runtime: Runtime
+    recorder: Recorder
+    work: Path
+    starts: Starts
+    provenances: Provenances
+    harness_env: Mapping[str, str]
+    digests: dict[str, str] = field(default_factory=dict)
+    judged: Collection[str] = ()
+    faults: Once[str, str] = field(default_factory=Once)
+    reading: Once[str, str] = field(default_factory=Once)
+
+    @classmethod
+    def of(
+        cls,
+        config: RolloutConfig,
+        harness: Harness,
+        runtime: Runtime,
+        recorder: Recorder,
+        work: Path,
+    ) -> Self:
+        """Return a context whose starts and provenances are made in the folder `work`.
+
+        Raises `EngineError` when the harness needs the engine's context window and the engine does
+        not tell it.
+        """
+        return cls(
+            config,
+            harness,
+            runtime,
+            recorder,
+            work,
+            starts=Starts(work / "starts", runtime),
+            provenances=Provenances(harness, runtime, work),
+            harness_env=harness.environment(recorder.engine),
+        )
+
+    async def digest(self, task: Task) -> str:
+        """Return the digest of a task, which is read once. Raises `InputError` for a path that
+        cannot be read."""
+        if task.id not in self.digests:
+            read = partial(asyncio.to_thread, task.digest)
+            self.digests[task.id] = await self.reading.get(task.id, read)
+        return self.digests[task.id]
+
+
+async def require_judge(context: SessionContext, job: JudgeJob) -> None:
+    """Try the judge of a task on its start, once. Raises `InputError` if a program or module of it
+    is not there.
+
+    Raises as `judge`, too.
+    """
+    name = job.task.id
+    if context.digests[name] in context.judged:
+        return
+    start = replace(job, name=name, result=None)
+    why = await context.faults.get(name, partial(fault_on_start, start))
+    if why:
+        raise InputError(f"task {name!r}: {why}")
+
+
+@asynccontextmanager
+async def prepared(
+    context: SessionContext, session: Session, task: Task, folders: AgentResult
+) -> AsyncIterator[tuple[JudgeJob, Box]]:
+    """Yield the box of a session, with its workspace, and what its judge will need. Raises
+    `OSError` and `InputError`.
+
+    The copy and the box have a time limit of their own, which begins with the copy: to wait for a
+    thread is no part of it. What sessions share has other limits: starts, versions and images.
+    """
+    recorder = context.recorder
+    runtime = context.runtime
+    seconds = context.config.preparing_timeout
+    provenance = await context.provenances.of(task.image)
+    provenance.set_in(session)
+    start = await context.starts.of(task)
+    job = JudgeJob(
+        task=task,
+        start=start,
+        runtime=runtime,
+        result=folders,
+        name=session.session_id,
+        logs=recorder.path / "logs",
+        engine_urls=recorder.engine.split(","),
+        network=recorder,
+    )
+    await require_judge(context, job)
+    proxy = recorder.proxy(session.session_id)
+    spec = BoxSpec(
+        name=f"rolltap-{folders.home.parent.name}",
+        workspace=folders.workspace,
+        workdir=task.workdir,
+        home=folders.home,
+        mounts=proxy.mounts() if runtime.isolated else (),
+        image=task.image,
+        limits=task.limits,
+        proxy=proxy.address,
+        accept=partial(recorder.accept, session.session_id),
+    )
+    loop = asyncio.get_running_loop()
+    limit = asyncio.timeout(None)
+
+    def begin() -> None:
+        limit.reschedule(loop.time() + seconds)
+
+    def copy() -> None:
+        loop.call_soon_threadsafe(begin)
+        folders.home.mkdir(parents=True)
+        start.copy_to(folders.workspace)
+
+    async with AsyncExitStack() as stack:
+        try:
+            async with limit:
+                await in_folder_thread(copy)
+                box = await stack.enter_async_context(runtime.box(spec))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise OSError(f"it could not be prepared in {seconds:g} s") from error
+        yield job, box

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.workspace import Starts
+from rolltap.trainer.rollouts.preparation import Starts
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
 from tests.trainer.tasks.checkouts import SECRET, commit, find_secret, git, make_repository
