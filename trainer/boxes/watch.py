@@ -153,8 +153,9 @@ class ProcessTable:
         Programs that an engine runs in a container are no children of its first process.
         """
         if not self._namespaces:
-            for process in self._processes:
-                self._namespaces[process.pid] = _pid_namespace(process.pid)
+            pids = [process.pid for process in self._processes]
+            # at once: two threads may ask
+            self._namespaces = dict(zip(pids, map(_pid_namespace, pids), strict=True))
         namespace = _pid_namespace(pid)
         if namespace is None:
             return []
