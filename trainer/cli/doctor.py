@@ -56,7 +56,7 @@ def doctor_command(
 ) -> None:
     """Try a program without an engine, or examine a model, and say what to set.
 
-    Needs no GPU and no network.
+    It needs no GPU and no network.
 
     The replies call a harmless tool of the program twice, and then end. COMMAND runs in this folder
     and keeps its own configuration and keys: one that goes past the proxy calls its own provider,
@@ -64,14 +64,14 @@ def doctor_command(
     --harness, the preset's program works on an instruction in an empty folder, with a home of its
     own.
 
-    Says which APIs the program called, which calls were continued token for token, their roles, and
-    what was refused. Exit status: 0 (ready) when all calls were captured and continued, and a
-    tool's result came back. 3 when all were captured, and none has a history to continue, as with a
-    program without tools, or no tool's result came. Else 1.
+    It says which APIs the program called, which calls were continued token for token, their roles,
+    and what was refused. Exit status 0 (ready): all calls were captured and continued, and a tool's
+    result came back. Exit status 3: all calls were captured, but no call has a history to continue,
+    as with a program without tools, or no tool's result came back. Exit status 1: anything else.
 
-    With --model, says how prompts are written and continued, how tool calls and reasoning are read,
-    and which tokens end a turn. Exit status: 0 when tool calls can be read and conversations
-    continued, else 1.
+    With --model, it says how prompts are written and continued, how tool calls and reasoning are
+    read, and which tokens end a turn. Exit status 0: tool calls can be read and conversations
+    continued. Exit status 1: they cannot.
     """
     if [any(command[:1]), preset is not None, model is not None].count(True) != 1:
         raise click.UsageError("give a COMMAND after --, or --harness, or --model")

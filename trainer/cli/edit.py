@@ -45,8 +45,8 @@ def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command]
 )
 @click.argument("run", type=RUN)
 @new_folder_option
-@click.option("--min-reward", type=float, help="Smallest reward.")
-@click.option("--max-reward", type=float, help="Largest reward.")
+@click.option("--min-reward", type=float, help="Smallest reward of a session.")
+@click.option("--max-reward", type=float, help="Largest reward of a session.")
 @_accepted("--harness", "harnesses", "Name of the harness.")
 @_accepted("--policy-version", "policy_versions", "Weights of the session's first sampled token.")
 @_accepted("--status", "statuses", "Session status.", type=click.Choice(get_args(SessionStatus)))
@@ -196,13 +196,13 @@ def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
 @click.option(
     "--by",
     type=click.Choice(sorted(_FIELDS)),
-    help="One run for each value of this session field.",
+    help="Write one run for each value of this field of the sessions.",
 )
 @click.option(
     "--parts",
     type=click.IntRange(1),
     metavar="N",
-    help="N runs of about as many sessions, groups whole.",
+    help="Write N runs with about the same number of sessions. No group is divided.",
 )
 @json_option
 def split_command(run: Path, out: Path, by: str | None, parts: int | None, as_json: bool) -> None:

@@ -24,7 +24,7 @@ def fleet_group() -> None:
     "address",
     default="auto",
     show_default=True,
-    help="Address of the cluster, as of `rollout`.",
+    help="Address of the cluster, as for `rolltap rollout`.",
 )
 @json_option
 def status_command(address: str, as_json: bool) -> None:

@@ -77,7 +77,7 @@ new_folder_option = click.option(
     required=True,
     help="The folder to write. It must be new or empty.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
 def command(name: str, *lines: str, **how: Any) -> Callable[[Callable[..., None]], click.Command]:

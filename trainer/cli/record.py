@@ -163,7 +163,7 @@ def env_command(
 @click.option(
     "--evaluate",
     metavar="COMMAND",
-    help="Runs here in a shell afterwards, and gives the reward.",
+    help="Command that runs here in a shell after COMMAND, and gives the reward.",
 )
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

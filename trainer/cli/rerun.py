@@ -66,8 +66,8 @@ def rerun_command(
     COMMAND is only the arguments, as in `rolltap record`. A unique prefix of the session's id is
     accepted.
 
-    Exit status 3: a request differs, or a recorded call was not asked for, a side question aside.
-    Else the program's.
+    Exit status 3: a request differs, or the program did not ask for a recorded call that is no side
+    question. Otherwise the exit status is the program's.
     """
     harness, command = program_of(preset, command)
     record = Record.of(run, session)
@@ -108,7 +108,7 @@ def rerun_command(
     "--tasks",
     type=TASKS,
     required=True,
-    help="Where its task is.",
+    help="Task file or folder that has the session's task.",
 )
 @harness_option()
 @rollout_options

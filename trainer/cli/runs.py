@@ -167,7 +167,7 @@ def export_command(
 @click.option(
     "--sort",
     type=click.Choice(get_args(Sort)),
-    help="Order of the sessions; by default their start.",
+    help="Order of the sessions. By default it is that of their starts.",
 )
 @click.option(
     "--follow",
@@ -271,7 +271,7 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     "--ledger",
     "ledger_file",
     type=click.File("w", lazy=True),
-    help="Write the ledger as JSON.",
+    help="File to write the ledger into, as JSON.",
 )
 def traces_command(
     run: Path,
@@ -323,14 +323,14 @@ def _print_trace(trace: rolltap.Trace) -> None:
     "--top-k",
     default=0,
     type=click.IntRange(0),
-    help="Store so many of the likeliest tokens too.",
+    help="Number of the likeliest tokens that are stored too.",
 )
 @click.option(
     "--concurrency",
     default=8,
     show_default=True,
     type=click.IntRange(1),
-    help="Requests at a time.",
+    help="Number of requests at the same time.",
 )
 @json_option
 def score_command(run: Path, engine: str, name: str, as_json: bool, **how: Any) -> None:

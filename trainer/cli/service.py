@@ -32,7 +32,7 @@ from rolltap.types import RolloutConfig
     "--tasks",
     type=TASKS,
     required=True,
-    help="Tasks, as of `rollout`.",
+    help="Tasks, as for `rolltap rollout`.",
 )
 @harness_option(required=True)
 @engine_option()
@@ -43,7 +43,7 @@ from rolltap.types import RolloutConfig
     type=PORT,
     default=8900,
     show_default=True,
-    help="Port; 0 is a free one.",
+    help="Port to listen on; 0 is a free one.",
 )
 @click.option(
     "--token-file",
@@ -55,7 +55,7 @@ from rolltap.types import RolloutConfig
     type=click.IntRange(1),
     default=4096,
     show_default=True,
-    help="Most sessions that wait or run.",
+    help="Maximum number of sessions that wait or run.",
 )
 @click.option(
     "--evaluation-share",
@@ -68,8 +68,8 @@ from rolltap.types import RolloutConfig
     "--allow-host",
     multiple=True,
     metavar="HOST[:PORT]",
-    help="Host that a client's own task may name: of an LLM judge, in 'allow' of the task or of "
-    "its judge, or as the registry of an image (docker.io is one).",
+    help="Host that a client's own task may name: as the host of an LLM judge, in 'allow' of the "
+    "task or of its judge, or as the registry of an image (docker.io is one).",
 )
 @rollout_options
 def service_command(

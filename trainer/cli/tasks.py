@@ -41,7 +41,7 @@ _concurrency_option = click.option(
     type=click.IntRange(1),
     default=4,
     show_default=True,
-    help="Judgements at a time.",
+    help="Number of judgements at the same time.",
 )
 _EXAMPLES = examples("rolltap tasks check tasks.jsonl --runtime sandbox")
 
@@ -83,14 +83,14 @@ def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
     "--tasks",
     type=TASKS,
     required=True,
-    help="Tasks with other judges.",
+    help="Tasks whose judges judge the sessions again.",
 )
 @click.option(
     "--session",
     "only",
     multiple=True,
     metavar="ID",
-    help="A session; all by default. Repeatable.",
+    help="Id of a session to judge. By default all sessions are judged. Repeatable.",
 )
 @partial(rollout_options, only=(*_OPTIONS, "build"))
 @_concurrency_option

@@ -68,7 +68,7 @@ from rolltap.trainer.console import plain_console, runs_first
     "--max-staleness",
     type=click.IntRange(0),
     default=0,
-    help="The recipe's `max_staleness`: so many more adapters at once.",
+    help="The recipe's `max_staleness`. The engine holds so many more adapters.",
 )
 @click.option(
     "--routing",
@@ -115,7 +115,7 @@ def serve_command(model: str, lora_rank: int, max_staleness: int, **how: Any) ->
 @click.option(
     "--steal",
     is_flag=True,
-    help="Reset an engine of a training that was killed; one that runs then fails.",
+    help="Reset an engine that belongs to a training. If the training still runs, it fails.",
 )
 @json_option
 def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:

@@ -31,7 +31,7 @@ from rolltap.trainer.console import plain_console
 @click.option(
     "--sessions",
     metavar="ID,...",
-    help="Sessions of the file; by default all of a run of at most 50.",
+    help="Sessions that the file has. By default all, if the run has at most 50.",
 )
 @click.option(
     "--redact",

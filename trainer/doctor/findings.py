@@ -121,16 +121,16 @@ def findings(seen: Observed) -> list[Finding]:
 
 
 _PROXY = (
-    "If it does ask one, it sets NO_PROXY, or its HTTP client ignores HTTPS_PROXY, or user name "
-    "and password in it: aiohttp needs trust_env=True, Java -Dhttps.proxyHost and "
-    "-Dhttps.proxyPort; Node's own fetch uses the proxy with Node 22.21, 24.5 or newer. Or it asks "
-    "a model on loopback, which programs reach directly: give any other host, such as "
-    "http://model.rolltap/v1. The recorder answers model calls to every host. `rolltap env` prints "
-    "what is set."
+    "If the program does ask a model, it sets NO_PROXY, or its HTTP client ignores HTTPS_PROXY or "
+    "the user name and password in it. aiohttp needs trust_env=True, Java needs -Dhttps.proxyHost "
+    "and -Dhttps.proxyPort, and Node's own fetch uses the proxy with Node 22.21, 24.5 or newer. Or "
+    "the program asks a model on loopback, which programs reach directly: give any other host, "
+    "such as http://model.rolltap/v1. The recorder answers model calls to every host. `rolltap "
+    "env` prints what is set."
 )
 _CANNOT_CONNECT = (
-    "If it could not connect, it does not use the proxy: it sets NO_PROXY, or its HTTP client "
-    "ignores HTTPS_PROXY, as aiohttp without trust_env=True and Node before 22.21 do."
+    "If the program could not connect, it does not use the proxy: it sets NO_PROXY, or its HTTP "
+    "client ignores HTTPS_PROXY, as aiohttp without trust_env=True and Node before 22.21 do."
 )
 _UNCAPTURED = (
     "Correct the path or the base URL in the program's settings, or choose another API in the "
@@ -139,8 +139,9 @@ _UNCAPTURED = (
 )
 _SAME_QUESTION = "The program asked the same question several times, and the replies were alike."
 _OTHER_TOOLS = (
-    "The program offers other tools than before. Load them all at its start: no tool search, no "
-    "late MCP server. A reflection on results that offers none can often be switched off."
+    "The program offers other tools than before. Let it load all tools at its start, without a "
+    "tool search and without an MCP server that is added later. A step that reflects on results "
+    "and offers no tools can often be switched off."
 )
 _REWRITTEN = (
     "The program rewrote its history there. Look for a setting that shortens, summarises or "
@@ -190,16 +191,19 @@ def _refused(seen: Observed) -> Iterator[Finding]:
     """Requests that were refused, and images that were hidden."""
     uncaptured = Counter(f"{_request(event)} ({event.detail})" for event in seen.of("uncaptured"))
     for text, count in uncaptured.most_common():
-        what = "It looks like a model call, and no API of the recorder has this path."
-        yield Finding("problem", f"{_times(count)} not captured: {text}. {what}", _UNCAPTURED)
+        what = "It looks like a model call, but no API of the recorder has this path."
+        yield Finding(
+            "problem", f"{_were(count, 'request')} not captured: {text}. {what}", _UNCAPTURED
+        )
     failures = Counter(f"{event.host}: {event.detail}" for event in seen.tls_failures)
     for text, count in failures.most_common():
         level: Level = "note" if seen.answered else "problem"
-        yield Finding(level, f"{_times(count)} TLS failed. {text}", DISTRUST)
+        yield Finding(level, f"{counted(count, 'connection')} failed. {text}", DISTRUST)
     if events := seen.of("unauthorised"):
         yield Finding(
             "note" if seen.calls else "problem",
-            f"{_times(len(events))} the program gave the proxy another user name and password.",
+            "The program gave the proxy another user name and password, in "
+            f"{counted(len(events), 'request')}.",
             "Its HTTP client must take them from HTTPS_PROXY: http://USER:PASSWORD@HOST:PORT.",
         )
     events = seen.of("rejected", "fault", "budget")
@@ -207,7 +211,7 @@ def _refused(seen: Observed) -> Iterator[Finding]:
     for text, count in refused.most_common():
         yield Finding(
             "problem",
-            f"{_times(count)} refused. {text}",
+            f"{_were(count, 'request')} refused. {text}",
             "The text names what was asked. Switch it off in the program, or choose another API.",
         )
     if events := seen.of("hidden"):
@@ -226,8 +230,9 @@ def _refused_others(seen: Observed) -> Iterator[Finding]:
         named = ", ".join(sorted(set(hosts)))
         yield Finding(
             "note",
-            f"{_times(len(hosts))} another request was refused: {named}.",
-            "Most work without. Allow a host that the task needs: --set rolltap_allow=HOST.",
+            f"{_were(len(hosts), 'other request')} refused: {named}.",
+            "Most programs work without it. If the task needs a host, allow it: --set "
+            "rolltap_allow=HOST.",
         )
 
 
@@ -243,7 +248,7 @@ def _interrupted(seen: Observed) -> Iterator[Finding]:
         what = "the token limit of the program cut the scripted reply: its tools were not tried."
         yield Finding(
             "problem",
-            f"{_times(len(cut))} {what}",
+            f"In {counted(len(cut), 'call')} {what}",
             "Give the program a larger limit for this trial, such as max_tokens = 1000.",
         )
     for call in _unanswered(seen):
@@ -265,12 +270,12 @@ def _history(seen: Observed) -> Iterator[Finding]:
             advice = _SAME_QUESTION
         elif "its tools are not those" in reason:
             advice = _OTHER_TOOLS
-        yield Finding("problem", f"{_times(count)} not continued: {reason}.", advice)
+        yield Finding("problem", f"{_were(count, 'call')} not continued: {reason}.", advice)
     if written := [call for call in seen.calls if wrote_reply(call)]:
         what = "the prompt has an assistant message that no model wrote."
         yield Finding(
             "problem",
-            f"{_times(len(written))} not continued: {what}",
+            f"{_were(len(written), 'call')} not continued: {what}",
             "The program changes replies before it sends them again, or makes up turns of the "
             "model. They are context then, and are not trained. Look for a setting that cleans, "
             "shortens or merges replies.",
@@ -339,7 +344,7 @@ def _end(seen: Observed) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"The program has the version {seen.version}; its preset was tested with {tested}.",
-            f"{seen.install} installs that one. Without problems this version will do.",
+            f"{seen.install} installs that version. If no problem was found, yours works too.",
         )
 
 
@@ -398,5 +403,8 @@ def _request(event: Event) -> str:
     return f"{event.method} {event.host}{event.path}"
 
 
-def _times(count: int) -> str:
-    return "Once" if count == 1 else f"{count} times"
+def _were(count: int, what: str) -> str:
+    verb = "were"
+    if count == 1:
+        verb = "was"
+    return f"{counted(count, what)} {verb}"

@@ -126,7 +126,7 @@ SAID = {
     ),
     "uncaptured only": (
         "problem",
-        "3 times not captured: POST api.x.com/v2/responses",
+        "3 requests were not captured: POST api.x.com/v2/responses",
         "the base URL",
     ),
     "mistyped": ("problem", "did you mean /v1/responses?", "Correct the path"),
