@@ -65,33 +65,43 @@ class PassRow:
 
 def pass_rows(rewards: Mapping[str, Sequence[float]]) -> list[PassRow]:
     """Return a row for each k: 1, 2, 4 and so on, up to the sessions that every task has."""
-    tasks = [(len(given), sum(reward >= SOLVED for reward in given)) for given in rewards.values()]
+    tasks = []
+    for given in rewards.values():
+        solved = sum(reward >= SOLVED for reward in given)
+        tasks.append((len(given), solved))
     fewest = min((n for n, _ in tasks), default=0)
-    if not fewest:
+    if fewest == 0:
         return []
     rng = np.random.default_rng(0)
     a, b, weights = _beta_grid(tasks)
-    chances = None
-    if len(tasks) < FEW_TASKS:
+    few = len(tasks) < FEW_TASKS
+    if few:
         chosen = rng.choice(len(a), DRAWS, p=weights / weights.sum())
         n, c = np.array(tasks).T[:, :, None]
         chances = rng.beta(a[chosen] + c, b[chosen] + n - c)
+        weights = np.ones(DRAWS)
     rows = []
     for power in range(fewest.bit_length()):
         k = 2**power
-        if chances is None:
-            more = np.arange(k)[:, None]
-            one = 1 - ((b + more) / (a + b + more)).prod(axis=0)
-            every = ((a + more) / (a + b + more)).prod(axis=0)
-        else:
-            weights = np.ones(DRAWS)
-            one = 1 - ((1 - chances) ** k).mean(axis=0)
+        if few:
+            none = ((1 - chances) ** k).mean(axis=0)
             every = (chances**k).mean(axis=0)
-        pass_at = np.array([1 - comb(n - c, k) / comb(n, k) for n, c in tasks])
-        pass_all = np.array([comb(c, k) / comb(n, k) for n, c in tasks])
-        found = [_chance(pass_at, one, weights, rng), _chance(pass_all, every, weights, rng)]
-        rows.append(PassRow(k, len(tasks), *found))
+        else:
+            none = _all_of(k, b, a)
+            every = _all_of(k, a, b)
+        solved_once = np.array([1 - comb(n - c, k) / comb(n, k) for n, c in tasks])
+        solved_always = np.array([comb(c, k) / comb(n, k) for n, c in tasks])
+        pass_at = _chance(solved_once, 1 - none, weights, rng)
+        pass_all = _chance(solved_always, every, weights, rng)
+        rows.append(PassRow(k, len(tasks), pass_at, pass_all))
     return rows
+
+
+def _all_of(k: int, a: Numbers, b: Numbers) -> Numbers:
+    """Return the mean of p**k, where p has the Beta distribution of a and b."""
+    more = np.arange(k)[:, None]
+    means: Numbers = ((a + more) / (a + b + more)).prod(axis=0)
+    return means
 
 
 def _chance(
@@ -103,15 +113,12 @@ def _chance(
     """
     order = np.argsort(means)
     below = weights[order].cumsum()
-    low, high = means[order][np.searchsorted(below, np.array(_QUANTILES) * below[-1])]
-    value = values.mean()
-    if len(values) >= MANY_TASKS:
-        other = _interval(values, np.clip(_over_tasks(values, rng), 0, 1))
-        low = min(low, other.low)
-        high = max(high, other.high)
-    return Interval(
-        float(value), float(min(low, value)), float(max(high, value))
-    )  # 32 of 32 ends at 1
+    ends = means[order][np.searchsorted(below, np.array(_QUANTILES) * below[-1])]
+    found = _around(values, ends)
+    if len(values) < MANY_TASKS:
+        return found
+    other = _interval(values, np.clip(_over_tasks(values, rng), 0, 1))
+    return Interval(found.value, min(found.low, other.low), max(found.high, other.high))
 
 
 _CELLS = 50
@@ -126,32 +133,37 @@ def _beta_grid(tasks: Sequence[tuple[int, int]]) -> tuple[Numbers, Numbers, Numb
     `tasks` have n sessions, of which c solved them.
     """
     bounds = np.array([[0.0, 1.0], [0.0, 1.0]])
-    counts = Counter(tasks)
     most = max(n for n, _ in tasks)
     places = (np.arange(_CELLS) + 0.5) / _CELLS
     for _ in range(3):
-        lows, sizes = bounds[:, 0], np.diff(bounds)[:, 0]
+        lows = bounds[:, 0]
+        sizes = bounds[:, 1] - lows
         mean, spread = lows[:, None] + sizes[:, None] * places
         spread = np.append(spread, 1e-6)  # all chances alike
         prior = np.append(np.full(_CELLS, (1 - _ALIKE) * sizes[1] / _CELLS), _ALIKE)
         total = np.broadcast_to(1 / spread - 1, (_CELLS, len(spread)))
         a = mean[:, None] * total
         b = total - a
-        more = np.arange(most)[:, None, None]
-        rising = [np.log(each + more).cumsum(axis=0) for each in (a, b, total)]
-        of_a, of_b, of_total = (np.concatenate([np.zeros((1, *a.shape)), each]) for each in rising)
+        of_a = _log_rising(a, most)
+        of_b = _log_rising(b, most)
+        of_total = _log_rising(total, most)
         log = np.log(prior) + np.zeros_like(a)
-        for (n, c), number in counts.items():
+        for (n, c), number in Counter(tasks).items():
             log += number * (of_a[c] + of_b[n - c] - of_total[n])
         weights = np.exp(log - log.max())
         likely = weights > 1e-6
-        for axis, among in enumerate((likely.any(axis=1), likely.any(axis=0)[:-1])):
-            if among.any():
-                cells = np.flatnonzero(among)
-                bounds[axis] = lows[axis] + sizes[axis] / _CELLS * np.array(
-                    [cells[0], cells[-1] + 1]
-                )
+        for axis, among in enumerate([likely.any(axis=1), likely.any(axis=0)[:-1]]):
+            cells = np.flatnonzero(among)
+            if cells.size:
+                ends = np.array([cells[0], cells[-1] + 1])
+                bounds[axis] = lows[axis] + sizes[axis] / _CELLS * ends
     return a.ravel(), b.ravel(), weights.ravel()
+
+
+def _log_rising(base: Numbers, most: int) -> Numbers:
+    """Return the logarithms of base (base + 1) ... (base + n - 1) for n from 0 to `most`."""
+    factors = np.log(base + np.arange(most)[:, None, None])
+    return np.concatenate([np.zeros((1, *base.shape)), factors.cumsum(axis=0)])
 
 
 def _over_tasks(values: Numbers, rng: np.random.Generator) -> Numbers:
@@ -161,20 +173,28 @@ def _over_tasks(values: Numbers, rng: np.random.Generator) -> Numbers:
     return draws
 
 
-def _shares(tasks: Sequence[tuple[int, int]], rng: np.random.Generator) -> Numbers:
-    """Return draws of the chance of a session, shape (tasks, draws); many tasks that are all alike
-    count as one."""
-    n, c = np.array(tasks).T
-    if len(tasks) >= FEW_TASKS:
-        n, c = n.sum(keepdims=True), c.sum(keepdims=True)
-    draws: Numbers = rng.beta(c[:, None] + 0.5, (n - c)[:, None] + 0.5, (len(n), DRAWS))
-    return draws
+def _shares(side: Sequence[Numbers], rng: np.random.Generator) -> Numbers:
+    """Return draws of the mean chance of a session of some tasks, whose rewards are 0 and 1; many
+    tasks that are all alike count as one."""
+    n = np.array([len(given) for given in side])
+    c = np.array([int(given.sum()) for given in side])
+    if len(side) >= FEW_TASKS:
+        n = n.sum(keepdims=True)
+        c = c.sum(keepdims=True)
+    draws = rng.beta(c[:, None] + 0.5, (n - c)[:, None] + 0.5, (len(n), DRAWS))
+    means: Numbers = draws.mean(axis=0)
+    return means
 
 
 def _interval(values: Numbers, means: Numbers) -> Interval:
+    return _around(values, np.quantile(means, _QUANTILES))
+
+
+def _around(values: Numbers, ends: Numbers) -> Interval:
+    """Return the interval, made wide enough for the mean: 32 of 32 end at 1."""
     value = float(values.mean())
-    low, high = map(float, np.quantile(means, _QUANTILES))
-    return Interval(value, min(low, value), max(high, value))  # of 32 of 32 the interval ends at 1
+    low, high = map(float, ends)
+    return Interval(value, min(low, value), max(high, value))
 
 
 @dataclass(slots=True)
@@ -211,19 +231,14 @@ class Comparison(JupyterMixin):
             ("first", "second", "difference (95 % interval)"),
             [(f"{self.first:.3f}", f"{self.second:.3f}", str(self.difference))],
         )
-        yield (
-            "The second run is better."
-            if self.differ and self.difference.value > 0
-            else (
-                "The first run is better."
-                if self.differ
-                else "No difference is shown: more sessions or tasks may show one."
-            )
-        )
-        for names, what in (
-            (self.others, "in one of the runs alone"),
-            (self.changed, "changed between the runs"),
-        ):
+        if not self.differ:
+            yield "No difference is shown: more sessions or tasks may show one."
+        elif self.difference.value > 0:
+            yield "The second run is better."
+        else:
+            yield "The first run is better."
+        warned = {"in one of the runs alone": self.others, "changed between the runs": self.changed}
+        for what, names in warned.items():
             if names:
                 yield f"warning: {len(names)} of the tasks are {what}: {some(names)}"
 
@@ -234,68 +249,69 @@ def compare_sessions(first: Sequence[Session], second: Sequence[Session]) -> Com
     Raises `InputError` when no task has rewards in both, when there are too few sessions for an
     interval, and for a run with sessions of several policies, such as that of a training.
     """
-    for name, sessions in (("first", first), ("second", second)):
-        if len(versions := {session.policy_version or "" for session in sessions}) > 1:
-            raise InputError(
-                f"the {name} run has sessions of {len(versions)} policy versions"
-                f" ({some(sorted(versions))}): take sessions of one with `rolltap filter"
-                " --policy-version`"
-            )
-    one, two = task_rewards(first), task_rewards(second)
+    _require_one_policy("first", first)
+    _require_one_policy("second", second)
+    one = task_rewards(first)
+    two = task_rewards(second)
     both = sorted(one.keys() & two.keys())
     if not both:
         raise InputError("no task has sessions with a reward in both runs")
-    digests = [
-        {session.task_id: session.task_digest for session in sessions}
-        for sessions in (first, second)
-    ]
-    pairs = [(np.array(one[name]), np.array(two[name])) for name in both]
+    before = [np.array(one[name]) for name in both]
+    after = [np.array(two[name]) for name in both]
+    first_digests = {session.task_id: session.task_digest for session in first}
+    second_digests = {session.task_id: session.task_digest for session in second}
     return Comparison(
         tasks=len(both),
         others=sorted(one.keys() ^ two.keys()),
-        changed=[name for name in both if digests[0][name] != digests[1][name]],
-        first=float(np.mean([before.mean() for before, _ in pairs])),
-        second=float(np.mean([after.mean() for _, after in pairs])),
-        difference=_difference(pairs),
+        changed=[name for name in both if first_digests[name] != second_digests[name]],
+        first=float(_means(before).mean()),
+        second=float(_means(after).mean()),
+        difference=_difference(before, after),
     )
 
 
-def _difference(pairs: Sequence[tuple[Numbers, Numbers]]) -> Interval:
+def _require_one_policy(name: str, sessions: Sequence[Session]) -> None:
+    versions = {session.policy_version or "" for session in sessions}
+    if len(versions) > 1:
+        raise InputError(
+            f"the {name} run has sessions of {len(versions)} policy versions"
+            f" ({some(sorted(versions))}): take sessions of one with `rolltap filter"
+            " --policy-version`"
+        )
+
+
+def _means(side: Sequence[Numbers]) -> Numbers:
+    return np.array([given.mean() for given in side])
+
+
+def _difference(before: Sequence[Numbers], after: Sequence[Numbers]) -> Interval:
     """Return the mean difference of the rewards of some tasks. Raises `InputError` for too few
     sessions."""
-    values, rng = (
-        np.array([after.mean() - before.mean() for before, after in pairs]),
-        np.random.default_rng(0),
-    )
-    sides = list(zip(*pairs, strict=True))
-    binary = all(set(given) <= {0.0, 1.0} for side in sides for given in side)
-    if len(pairs) >= FEW_TASKS and (np.ptp(values) > 0 or not binary):
+    rng = np.random.default_rng(0)
+    values = _means(after) - _means(before)
+    given = [*before, *after]
+    binary = set(np.concatenate(given)) <= {0.0, 1.0}
+    if len(values) >= FEW_TASKS and (np.ptp(values) > 0 or not binary):
         return _interval(values, _over_tasks(values, rng))
     if binary:
-        before, after = (
-            _shares([(len(given), int(given.sum())) for given in side], rng).mean(axis=0)
-            for side in sides
-        )
-        return _interval(values, after - before)
-    if min(len(given) for side in sides for given in side) < 2:
+        first = _shares(before, rng)
+        second = _shares(after, rng)
+        return _interval(values, second - first)
+    if min(map(len, given)) < 2:
         raise InputError(
             "there are too few sessions for an interval: give each task several, or more tasks"
         )
-    error = sum(given.var(ddof=1) / len(given) for side in sides for given in side) ** 0.5 / len(
-        pairs
-    )
-    freedom = sum(len(given) - 1 for side in sides for given in side)
-    return _interval(values, values.mean() + error * rng.standard_t(freedom, DRAWS))
+    variance = sum(rewards.var(ddof=1) / len(rewards) for rewards in given)
+    freedom = sum(len(rewards) - 1 for rewards in given)
+    draws = variance**0.5 / len(values) * rng.standard_t(freedom, DRAWS)
+    return _interval(values, values.mean() + draws)
 
 
 def pass_table(rows: Sequence[PassRow], tasks: int) -> Table:
     """Return the table of rows, of a run with so many tasks."""
-    cells = [(row.k, str(row.pass_at), str(row.pass_all)) for row in rows]
-    rewarded = f"{rows[0].tasks} tasks" + (
-        f" with rewards, of {tasks}" if rows[0].tasks < tasks else ""
-    )
-    return make_table(
-        f"solved, of {rewarded} (95 % interval)",
-        ("k", "pass@k: one of k", "pass^k: all of k"),
-        cells,
-    )
+    rewarded = f"{rows[0].tasks} tasks"
+    if rows[0].tasks < tasks:
+        rewarded += f" with rewards, of {tasks}"
+    title = f"solved, of {rewarded} (95 % interval)"
+    columns = ("k", "pass@k: one of k", "pass^k: all of k")
+    return make_table(title, columns, [(row.k, row.pass_at, row.pass_all) for row in rows])
