@@ -76,8 +76,8 @@ class _Group:
 class _Attempt:
     group_id: str
     order: _Order
-    first: int
-    """Number of the attempt from which on retries count."""
+    tried: int
+    """Retries of its session before it."""
     phase: Phase = "waiting"
     due: float = 0.0
     stopped: bool = False
@@ -191,16 +191,15 @@ class SessionQueue:
             raise ValueError(f"the group {group_id}, or a session of it, is there already")
         number = self._submitted
         self._submitted += 1
-        self._groups[group_id] = _Group(
-            (-priority, number, -1), deadline, evaluates, {*session_ids}
-        )
+        order = (-priority, number, -1)
+        self._groups[group_id] = _Group(order, deadline, evaluates, {*session_ids})
         if deadline < math.inf:
             heapq.heappush(self._timers, (deadline, group_id, ""))
         for index, session_id in enumerate(session_ids):
             order = (-priority, number, index)
-            first = SessionName.parse(session_id).attempt - tried.get(session_id, 0)
-            self._attempts[session_id] = _Attempt(group_id, order, first)
-            self.counts["waiting"] += 1
+            attempt = _Attempt(group_id, order, tried.get(session_id, 0))
+            self._attempts[session_id] = attempt
+            self._count(attempt, 1)
         self._wait_for_a_node(group_id)
         self._close_if_over(group_id)
 
@@ -224,20 +223,18 @@ class SessionQueue:
         self._count(attempt, -1)
         group = self._groups[attempt.group_id]
         group.left.remove(session_id)
-        name = SessionName.parse(session_id)
-        tried = name.attempt - attempt.first
+        tried = attempt.tried
         if not again or attempt.stopped or tried >= self.retries:
             self._close_if_over(attempt.group_id)
             return None
-        further = str(name.next)
         due = now + self.pause * 2.0**tried
-        self._attempts[further] = _Attempt(
-            attempt.group_id, attempt.order, attempt.first, "pausing", due
-        )
-        heapq.heappush(self._timers, (due, attempt.group_id, further))
-        self.counts["pausing"] += 1
-        group.left.add(further)
-        return further
+        retry = _Attempt(attempt.group_id, attempt.order, tried + 1, "pausing", due)
+        retry_id = str(SessionName.parse(session_id).next)
+        group.left.add(retry_id)
+        self._attempts[retry_id] = retry
+        self._count(retry, 1)
+        heapq.heappush(self._timers, (due, retry.group_id, retry_id))
+        return retry_id
 
     def wait_again(self, session_id: str) -> bool:
         """Let a session wait again, with its retries, if its node was lost before it began to run.
@@ -296,14 +293,16 @@ class SessionQueue:
             else:
                 self.cancel(group_id)
         for name, node in self._nodes.items():
-            while node.counts["judging"] < node.slots.judging and (
-                each := self._take(node, "ran", (False, True))
-            ):
-                self._begin(each, "judging", "judge", name)
-            while node.counts["running"] < node.may_run() and (
-                each := self._take(node, "ready", (True, False))
-            ):
-                self._begin(each, "running", "run", name)
+            while node.counts["judging"] < node.slots.judging:
+                session_id = self._take(node, "ran", (False, True))
+                if session_id is None:
+                    break
+                self._begin(session_id, "judging", "judge", name)
+            while node.counts["running"] < node.may_run():
+                session_id = self._take(node, "ready", (True, False))
+                if session_id is None:
+                    break
+                self._begin(session_id, "running", "run", name)
         self._prepare()
         actions = self._actions
         self._actions = []
@@ -328,39 +327,37 @@ class SessionQueue:
 
     def _prepare(self) -> None:
         """Begin sessions on the nodes, each time on the one with the most free slots."""
-        nodes = [
-            (-node.free(), place, name) for place, (name, node) in enumerate(self._nodes.items())
-        ]
+        nodes: list[tuple[int, int, str]] = []
+        for place, (name, node) in enumerate(self._nodes.items()):
+            nodes.append((-node.free(), place, name))
         heapq.heapify(nodes)
         while nodes:
-            _, place, name = heapq.heappop(nodes)
+            _, place, name = nodes[0]
             node = self._nodes[name]
-            if not node.may_prepare():
-                continue
-            session_id = self._take_waiting(name, node)
+            session_id = None
+            if node.may_prepare():
+                session_id = self._take_waiting(name, node)
             if session_id is None:
-                continue
-            self._begin(session_id, "preparing", "prepare", name)
-            heapq.heappush(nodes, (-node.free(), place, name))
+                heapq.heappop(nodes)
+            else:
+                self._begin(session_id, "preparing", "prepare", name)
+                heapq.heapreplace(nodes, (-node.free(), place, name))
 
     def _take_waiting(self, name: str, node: _Node) -> str | None:
         """Take the session that a node begins next: of its groups, or of one that it takes with
         it."""
-        turns = (True, False)
-        if node.evaluating >= node.slots.evaluation:
-            turns = (False, True)
-        for evaluates in turns:
+        first = node.evaluating < node.slots.evaluation
+        for evaluates in (first, not first):
             own = self._first(node, "waiting", evaluates)
             group_id = self._first_unheld(node, evaluates)
-            if group_id is not None and (
-                own is None or self._groups[group_id].order < self._attempts[own].order
-            ):
-                heapq.heappop(self._unheld[evaluates])
-                self._hold(name, group_id)
-                own = self._first(node, "waiting", evaluates)
-            if own is not None:
-                heapq.heappop(node.heaps["waiting", evaluates])
-                return own
+            if group_id is not None:
+                order = self._groups[group_id].order
+                if own is None or order < self._attempts[own].order:
+                    heapq.heappop(self._unheld[evaluates])
+                    self._hold(name, group_id)
+            session_id = self._take(node, "waiting", (evaluates,))
+            if session_id is not None:
+                return session_id
         return None
 
     def _first_unheld(self, node: _Node, evaluates: bool) -> str | None:
@@ -369,19 +366,17 @@ class SessionQueue:
             return None
         heap = self._unheld[evaluates]
         while heap:
-            group = self._groups.get(heap[0][1])
-            if (
-                group is not None
-                and group.order == heap[0][0]
-                and group.node is None
-                and self._has_waiting(group)
-            ):
-                return heap[0][1]
+            order, group_id = heap[0]
+            group = self._groups.get(group_id)
+            is_current = group is not None and group.order == order and group.node is None
+            if is_current and self._has_waiting(group_id):
+                return group_id
             heapq.heappop(heap)
         return None
 
-    def _has_waiting(self, group: _Group) -> bool:
-        return any(self._attempts[name].phase == "waiting" for name in group.left)
+    def _has_waiting(self, group_id: str) -> bool:
+        left = self._groups[group_id].left
+        return any(self._attempts[name].phase == "waiting" for name in left)
 
     def _hold(self, name: str, group_id: str) -> None:
         """Give a group to a node."""
@@ -396,7 +391,7 @@ class SessionQueue:
         group = self._groups[group_id]
         heapq.heappush(self._unheld[group.evaluates], (group.order, group_id))
 
-    def _take(self, node: _Node, phase: Phase, turns: tuple[bool, bool]) -> str | None:
+    def _take(self, node: _Node, phase: Phase, turns: tuple[bool, ...]) -> str | None:
         """Take the first session that has passed a phase, of those whose turn is first: those that
         evaluate, or not."""
         for evaluates in turns:
@@ -409,18 +404,17 @@ class SessionQueue:
     def _first(self, node: _Node, phase: Phase, evaluates: bool) -> str | None:
         heap = node.heaps.get((phase, evaluates), [])
         while heap:
-            attempt = self._attempts.get(heap[0][1])
+            session_id = heap[0][1]
+            attempt = self._attempts.get(session_id)
             if attempt is not None and attempt.phase == phase and not attempt.stopped:
-                return heap[0][1]
+                return session_id
             heapq.heappop(heap)
         return None
 
     def _wake(self, session_id: str) -> None:
         """Let a session wait for a node, as the first time."""
         attempt = self._attempts[session_id]
-        self._count(attempt, -1)
-        attempt.phase = "waiting"
-        self._count(attempt, 1)
+        self._move(attempt, "waiting", None)
         if self._groups[attempt.group_id].node is None:
             self._wait_for_a_node(attempt.group_id)
         else:
@@ -430,20 +424,21 @@ class SessionQueue:
         attempt = self._attempts.get(session_id)
         if attempt is None or attempt.phase != phase or attempt.node is None:
             return
-        self._count(attempt, -1)
-        attempt.phase = following
-        self._count(attempt, 1)
+        self._move(attempt, following, attempt.node)
         self._push(session_id)
 
     def _begin(
         self, session_id: str, phase: Phase, action: Literal["prepare", "run", "judge"], node: str
     ) -> None:
         attempt = self._attempts[session_id]
+        self._move(attempt, phase, node)
+        self._actions.append(Action(action, attempt.group_id, session_id, node))
+
+    def _move(self, attempt: _Attempt, phase: Phase, node: str | None) -> None:
         self._count(attempt, -1)
         attempt.phase = phase
         attempt.node = node
         self._count(attempt, 1)
-        self._actions.append(Action(action, attempt.group_id, session_id, node))
 
     def _count(self, attempt: _Attempt, change: int) -> None:
         """Count an attempt into its phase, or out of it, on its node too."""
@@ -452,10 +447,8 @@ class SessionQueue:
             return
         node = self._nodes[attempt.node]
         node.counts[attempt.phase] += change
-        if (
-            attempt.phase in ("preparing", "ready", "running")
-            and self._groups[attempt.group_id].evaluates
-        ):
+        runs_or_will = attempt.phase in ("preparing", "ready", "running")
+        if runs_or_will and self._groups[attempt.group_id].evaluates:
             node.evaluating += change
 
     def _push(self, session_id: str) -> None:
