@@ -100,11 +100,12 @@ def _fits(criteria: Mapping[str, Any], session: Session) -> bool:
         accepted = criteria.get(name)
         if accepted and getattr(session, field) not in accepted:
             return False
+    reward = session.reward
     least = criteria.get("min_reward")
-    if least is not None and (session.reward is None or session.reward < least):
+    if least is not None and (reward is None or reward < least):
         return False
     most = criteria.get("max_reward")
-    if most is not None and (session.reward is None or session.reward > most):
+    if most is not None and (reward is None or reward > most):
         return False
     matched = suspected(session).keys()
     suspicious = criteria.get("suspicious")

@@ -58,6 +58,11 @@ class _Source:
         """Text before the names of its sessions and groups in the merged run."""
 
     @property
+    def names(self) -> set[str]:
+        """Names of its sessions and groups in the merged run."""
+        return {self.prefix + name for name in self.sessions | self.groups}
+
+    @property
     def is_import(self) -> bool:
         return self.metadata.get("source") == "import"
 
@@ -113,10 +118,11 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
                 source = by_folder[reader.path.parent]
                 unsound = 0
                 for _, batch in reader:
-                    sound = pa.array([fault is None for _, fault in check_rows(table, batch)])
-                    unsound += sound.false_count
-                    if sound.true_count:
-                        copied = _with_prefix(table, batch.filter(sound), source.prefix)
+                    is_sound = [fault is None for _, fault in check_rows(table, batch)]
+                    sound = batch.filter(pa.array(is_sound))
+                    unsound += batch.num_rows - sound.num_rows
+                    if sound.num_rows:
+                        copied = _with_prefix(table, sound, source.prefix)
                         writer.add_batch(table, copied)
                         if table != "events":
                             sessions.update(copied.column("session_id").unique().to_pylist())
@@ -144,13 +150,20 @@ def _require_one_model(sources: Sequence[_Source]) -> None:
 
 
 def _choose_prefixes(sources: Sequence[_Source]) -> None:
-    """Set the prefix of each run that shares names with an earlier run."""
+    """Set the prefix of each run that shares names with an earlier run.
+
+    It is the name of the run's folder, with a number where a name would be taken.
+    """
     taken: set[str] = set()
-    for number, source in enumerate(sources):
-        names = source.sessions | source.groups
-        if any(_shares_names(earlier, source) for earlier in sources[:number]):
-            source.prefix = _free_prefix(source.name, names, taken)
-        taken.update(source.prefix + name for name in names)
+    for place, source in enumerate(sources):
+        if any(_shares_names(earlier, source) for earlier in sources[:place]):
+            folder = re.sub(r"[^\w-]", "-", source.name)
+            source.prefix = f"{folder}."
+            number = 1
+            while not taken.isdisjoint(source.names):
+                number += 1
+                source.prefix = f"{folder}-{number}."
+        taken |= source.names
 
 
 def _shares_names(earlier: _Source, later: _Source) -> bool:
@@ -163,18 +176,6 @@ def _shares_names(earlier: _Source, later: _Source) -> bool:
     run_id = later.metadata.get("run_id")
     are_parts_of_one = run_id is not None and run_id == earlier.metadata.get("run_id")
     return not are_parts_of_one and not earlier.groups.isdisjoint(later.groups)
-
-
-def _free_prefix(folder: str, names: set[str], taken: set[str]) -> str:
-    """Return the name of a run's folder with a dot, and with a number where a name would be
-    taken."""
-    plain = re.sub(r"[^\w-]", "-", folder)
-    prefix = f"{plain}."
-    number = 1
-    while not taken.isdisjoint(prefix + name for name in names):
-        number += 1
-        prefix = f"{plain}-{number}."
-    return prefix
 
 
 def _with_prefix(table: str, batch: pa.RecordBatch, prefix: str) -> pa.RecordBatch:
@@ -243,8 +244,11 @@ def _merged_metadata(
         "recorders": _entries("recorders", sources),
         "left_behind": losses,
     }
-    merged = {key: value for key, value in first.metadata.items() if key != "run_id"}
-    merged |= {key: value for key, value in joined.items() if value}
+    merged = dict(first.metadata)
+    merged.pop("run_id", None)
+    for key, value in joined.items():
+        if value:
+            merged[key] = value
     merged["merged_from"] = []
     for source in sources:
         merged["merged_from"] += source.origins(merged)

@@ -2,12 +2,12 @@
 calls.
 
 The first pass reads all files. The second rebuilds the calls of one session after the other.
-Memory: the calls of one session, and the rows of all sessions.
+Memory: the calls of one session, and the places of all rows.
 """
 
 import errno
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -48,6 +48,8 @@ _DISK_FULL = f"[Errno {errno.ENOSPC}]"
 _FAILED_COMMIT = 8
 """Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`).
 A killed writer leaves a longer one."""
+_SHOWN = ("calls", "sessions", "events")
+"""Tables whose rows are counted even if there are none, and whose sessions are checked."""
 MOST_MISSING = 10
 """Revisions that are named when more are missing."""
 
@@ -69,9 +71,7 @@ class Verification:
 
     sessions: int = 0
     """Sessions that have a call or a row, as `Run.summary` counts them."""
-    rows: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("calls", "sessions", "events"), 0)
-    )
+    rows: dict[str, int] = field(default_factory=dict)
     """Table -> number of rows that can be read. Other tables are there if they have rows."""
     findings: list[Finding] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
@@ -103,11 +103,10 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     Raises `RunError` when the folder is not a run, or has another schema version.
     """
     metadata = read_metadata(run)
-    found = Verification()
+    found = Verification(rows=dict.fromkeys(_SHOWN, 0))
     if repair:
         found.repaired = repair_run(run)
     found.findings += _check_leftovers(run)
-    rows: defaultdict[str, list[Session]] = defaultdict(list)
     unreadable: set[str | None] = set()
     for table, reader in open_files([run], "bytes read", advance):
         for offset, batch in reader:
@@ -118,20 +117,17 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
                     found.findings.append(Finding("damage", where, fault, SALVAGE))
                 if row is None:
                     unreadable.add(batch.column("session_id")[number].as_py())
-                elif table == "sessions":
-                    rows[row["session_id"]].append(make_session(row))
         found.findings += _check_file(reader)
     rendering = None
     if found.rows["calls"]:
         rendering = load_rendering(metadata)
     salvaged = "left_behind" in metadata
-    with index_tables(run, ("calls", "sessions", "events")) as tables:
+    with index_tables(run, _SHOWN) as tables:
         found.sessions = len(session_ids(tables["calls"], tables["sessions"]))
         names = session_ids(*tables.values())
         for number, name in enumerate(names, start=1):
             if name not in unreadable:
-                own = rows.get(name, [])
-                found.findings += _check_session(run, name, own, tables, salvaged, rendering)
+                found.findings += _check_session(run, name, tables, salvaged, rendering)
             advance("sessions rebuilt", number, len(names))
     return found
 
@@ -221,12 +217,11 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
 def _check_session(
     run: Path,
     session_id: str,
-    rows: Sequence[Session],
     tables: Mapping[str, SessionIndex],
     salvaged: bool,
     rendering: Any,
 ) -> Iterator[Finding]:
-    """Yield the findings of one session: in its calls, in its own `rows`, and in its events.
+    """Yield the findings of one session: in its calls, in its own rows, and in its events.
 
     A `salvaged` run is merged from damaged ones, and rows are missing. There a call with a missing
     ancestor is a notice, not damage.
@@ -245,6 +240,7 @@ def _check_session(
         yield from _check_calls(run, session_id, calls, salvaged)
         if rendering is not None:
             yield from check_replies(rebuild_calls(run, session_id, calls), rendering)
+    rows = [make_session(row) for row in tables["sessions"].rows(session_id)]
     if rows:
         yield from check_session_rows(where, rows, salvaged=salvaged)
     elif calls:
