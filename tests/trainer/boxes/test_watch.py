@@ -147,6 +147,24 @@ def test_a_table_has_the_children_of_children_and_the_processes_of_a_namespace()
                 process.kill()
 
 
+def test_a_second_look_at_a_table_may_come_while_the_first_one_reads(monkeypatch):
+    table = watch.ProcessTable()
+    read = watch._pid_namespace
+    asked = []
+    second = []
+
+    def read_and_look(pid):
+        asked.append(pid)
+        if len(asked) == 2:
+            second.extend(table.in_namespace_of(os.getpid()))
+        return read(pid)
+
+    monkeypatch.setattr(watch, "_pid_namespace", read_and_look)
+    first = table.in_namespace_of(os.getpid())
+    assert psutil.Process() in first
+    assert psutil.Process() in second
+
+
 @pytest.mark.parametrize(
     ("seconds", "pause"), [(0.0, 0.25), (0.05, 1.0), (1.0, 2.0), (1000.0, 2.0)]
 )

@@ -15,6 +15,7 @@ at its begin: where no filter forbids it, programs of the same user can set them
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ def take(pipe: str) -> int:
     if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError("this process cannot be closed to others (PR_SET_DUMPABLE)")
     descriptor = os.open(pipe, os.O_WRONLY)
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    os.register_at_fork(after_in_child=functools.partial(os.close, descriptor))
     with contextlib.suppress(OSError):  # in a box it is mounted, and who else opens it is counted
         os.unlink(pipe)
     return descriptor
@@ -41,21 +42,27 @@ def take(pipe: str) -> int:
 
 def limits() -> Any:
     """Return the limits of this process by their names."""
-    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    return {name: resource.getrlimit(getattr(resource, name)) for name in names}
+    found = {}
+    for name in dir(resource):
+        if name.startswith("RLIMIT_"):
+            found[name] = resource.getrlimit(getattr(resource, name))
+    return found
 
 
 def start(program: str, *arguments: str) -> None:
     """Run a script or module as Python does."""
-    by_module = program == "-m"
-    name = arguments[0] if by_module else program
-    sys.argv = [name, *arguments[by_module:]]
-    if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):  # not with the option -I or -P
-        sys.path[0] = os.getcwd() if by_module else os.path.dirname(os.path.realpath(name))
-    if by_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    # not with the option -I or -P
+    is_own_folder_first = sys.path[0] == os.path.dirname(os.path.abspath(__file__))
+    if program == "-m":
+        sys.argv = [*arguments]
+        if is_own_folder_first:
+            sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(os.path.abspath(name), run_name="__main__")
+        sys.argv = [program, *arguments]
+        if is_own_folder_first:
+            sys.path[0] = os.path.dirname(os.path.realpath(program))
+        runpy.run_path(os.path.abspath(program), run_name="__main__")
 
 
 def call(pipe: int, function: str, folder: str = "") -> int:
@@ -76,17 +83,21 @@ def call(pipe: int, function: str, folder: str = "") -> int:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    taken = take(given[0]) if given[0] else -1
-    if given[1] == "--function":
-        sys.exit(call(taken, *given[2:]))
+    taken = -1
+    if sys.argv[1]:
+        taken = take(sys.argv[1])
+    if sys.argv[2] == "--function":
+        sys.exit(call(taken, *sys.argv[3:]))
     os.environ["ROLLTAP_REWARD_FD"] = str(taken)
     own = os.dup(taken)  # the script may close its descriptor
-    os.register_at_fork(after_in_child=lambda: os.close(own))
+    os.register_at_fork(after_in_child=functools.partial(os.close, own))
     before = limits()
     try:
-        start(*given[1:])
+        start(*sys.argv[2:])
     finally:
-        changed = [name for name, _ in limits().items() - before.items()]
+        changed = []
+        for name, limit in limits().items():
+            if limit != before[name]:
+                changed.append(name)
         if changed:
             os.write(own, b"\0" + " ".join(changed).encode())

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-FILE, CANARY = os.environ.pop("ROLLTAP_REPORT", ""), os.environ.pop("ROLLTAP_CANARY", "")
-PIPE: int = importlib.import_module("rolltap_launch").take(FILE) if os.path.exists(FILE) else -1
+FILE = os.environ.pop("ROLLTAP_REPORT", "")
+CANARY = os.environ.pop("ROLLTAP_CANARY", "")
+PIPE = -1
+if os.path.exists(FILE):
+    PIPE = importlib.import_module("rolltap_launch").take(FILE)
 
 
 def pytest_configure(config: Any) -> None:
-    """Have the report written, and the canary run."""
-    if PIPE >= 0 and config.option.xmlpath in (
-        None,
-        FILE,
-    ):  # not where a command wants a report of its own
+    """Have the report written, and the canary run, unless a command wants its own report."""
+    if PIPE >= 0 and config.option.xmlpath in (None, FILE):
         config.pluginmanager.register(Canary(config))
 
 
@@ -35,7 +35,8 @@ class Canary:
         config.option.xmlpath = "/proc/self/fd/%d" % self.report.fileno()  # noqa: UP031
         config.args.append(CANARY)
         self.items: list[Any] = []
-        self.failed = self.others = 0
+        self.failed = 0
+        self.others = 0
 
     def pytest_itemcollected(self, item: Any) -> None:
         """Keep the canary's tests."""
@@ -49,13 +50,18 @@ class Canary:
 
     def pytest_collection_finish(self, session: Any) -> None:
         """Write the names of the marked tests."""
-        marked = [repr(item.nodeid)[:2000] for item in session.items if is_marked(item)]
+        marked = []
+        for item in session.items:
+            if is_marked(item):
+                marked.append(repr(item.nodeid)[:2000])
         write("\n".join(marked).encode() + b"\0")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count the failures of the canary, and the other tests."""
-        self.failed += report.failed and is_canary(report.nodeid)
-        self.others += report.when == "setup" and not is_canary(report.nodeid)
+        if is_canary(report.nodeid):
+            self.failed += report.failed
+        elif report.when == "setup":
+            self.others += 1
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: Any) -> None:
@@ -80,7 +86,12 @@ def is_canary(name: str) -> bool:
 
 def is_marked(item: Any) -> bool:
     """Return True for a test that says itself that it is skipped or fails."""
-    objects = [getattr(item, "obj", None), getattr(item, "cls", None)]
-    names = ["__unittest_skip__", "__unittest_expecting_failure__"]
-    marks = [mark.name for mark in item.iter_markers() if mark.name in ("skip", "skipif", "xfail")]
-    return bool(marks) or any(getattr(one, name, False) for one in objects for name in names)
+    for mark in item.iter_markers():
+        if mark.name in ("skip", "skipif", "xfail"):
+            return True
+    for owner in (getattr(item, "obj", None), getattr(item, "cls", None)):
+        if getattr(owner, "__unittest_skip__", False):
+            return True
+        if getattr(owner, "__unittest_expecting_failure__", False):
+            return True
+    return False

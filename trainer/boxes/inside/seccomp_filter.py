@@ -9,11 +9,12 @@ from typing import Any
 
 from rolltap.addons.errors import InputError
 
-DENIED = (
-    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp"),
-    *("perf_event_open", "bpf", "userfaultfd", "add_key", "request_key", "keyctl"),
-    *("io_uring_setup", "io_uring_enter", "io_uring_register"),
-)
+_DENIED = """
+ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp
+perf_event_open bpf userfaultfd add_key request_key keyctl
+io_uring_setup io_uring_enter io_uring_register
+"""
+DENIED = tuple(_DENIED.split())
 """Calls that reach into other processes of the same user, or that agents do not need: io_uring
 passes by a filter."""
 FAMILIES = (1, 2, 10, 16)
@@ -38,26 +39,34 @@ class Architecture:
 
 ARCHITECTURES = {
     "x86_64": Architecture(
-        0xC000003E,
-        (101, 310, 311, 440, 438, 312, 298, 321, 323, 248, 249, 250, 425, 426, 427),
-        (41, 53),
-        302,
-        0x40000000,
+        audit=0xC000003E,
+        numbers=(101, 310, 311, 440, 438, 312, 298, 321, 323, 248, 249, 250, 425, 426, 427),
+        sockets=(41, 53),
+        limits=302,
+        foreign=0x40000000,
     ),
     "aarch64": Architecture(
-        0xC00000B7,
-        (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219, 425, 426, 427),
-        (198, 199),
-        261,
+        audit=0xC00000B7,
+        numbers=(117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219, 425, 426, 427),
+        sockets=(198, 199),
+        limits=261,
     ),
 }
 
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in `struct seccomp_data`. The kernel takes the low half of a family or process id, which
-comes first here."""
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-"""Operations of classic BPF: of 32 bits, with a constant."""
-_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+# offsets in `struct seccomp_data`
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
+"""The kernel takes the low half of a family or process id, which comes first here."""
+# operations of classic BPF: of 32 bits, with a constant
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+# answers
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_FAIL = 0x00050000 | errno.EPERM
 _NO_FAMILY = 0x00050000 | errno.EAFNOSUPPORT
 
 
@@ -91,29 +100,22 @@ def seccomp_filter(machine: str = "") -> bytes:
         _instruction(_EQUAL, socket, 1, 0),
         _instruction(_EQUAL, pair, 0, len(FAMILIES) + 2),
         _instruction(_LOAD, _FIRST_ARGUMENT),
-        *(
-            _instruction(_EQUAL, family, len(FAMILIES) - place, 0)
-            for place, family in enumerate(FAMILIES)
-        ),
-        _instruction(_RETURN, _NO_FAMILY),
-        _instruction(_RETURN, _ALLOW),
     ]
+    for place, family in enumerate(FAMILIES):
+        rest.append(_instruction(_EQUAL, family, len(FAMILIES) - place, 0))
+    rest += [_instruction(_RETURN, _NO_FAMILY), _instruction(_RETURN, _ALLOW)]
+    program = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_EQUAL, architecture.audit, 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER),
+    ]
+    # each check jumps over those that follow it, and over the rest
     over = len(checks) + len(rest) - 1
-    return b"".join(
-        [
-            _instruction(_LOAD, _ARCHITECTURE),
-            _instruction(_EQUAL, architecture.audit, 1, 0),
-            _instruction(_RETURN, _KILL),
-            _instruction(_LOAD, _NUMBER),
-            # each check jumps over those that follow it, and over the rest
-            *(
-                _instruction(code, value, over - place, 0)
-                for place, (code, value) in enumerate(checks)
-            ),
-            *rest,
-            _instruction(_RETURN, _FAIL),
-        ]
-    )
+    for code, value in checks:
+        program.append(_instruction(code, value, over, 0))
+        over -= 1
+    return b"".join([*program, *rest, _instruction(_RETURN, _FAIL)])
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -144,18 +146,20 @@ def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
     clone(2).
     """
     ours = _NAMESPACES | _SOCKETS | {_LIMITS, *DENIED}
-    rules = [
-        {**rule, "names": [name for name in rule["names"] if name not in ours]}
-        for rule in profile.get("syscalls", [])
-    ]
-    for names, value in [(["socket", "socketpair"], family) for family in FAMILIES] + [
-        ([_LIMITS], 0)
-    ]:
-        equal = {"index": 0, "value": value, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
-        rules.append({"names": names, "action": "SCMP_ACT_ALLOW", "args": [equal]})
-    no_flags = {"index": 0, "value": _CLONE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
-    rules += [
-        {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_flags]},
-        {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS},
-    ]
-    return {**profile, "syscalls": [rule for rule in rules if rule["names"]]}
+    rules = []
+    for rule in profile.get("syscalls", []):
+        names = [name for name in rule["names"] if name not in ours]
+        if names:
+            rules.append({**rule, "names": names})
+    for family in FAMILIES:
+        rules.append(_allowed(["socket", "socketpair"], "SCMP_CMP_EQ", family))
+    rules.append(_allowed([_LIMITS], "SCMP_CMP_EQ", 0))
+    rules.append(_allowed(["clone"], "SCMP_CMP_MASKED_EQ", _CLONE_FLAGS))
+    rules.append({"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS})
+    return {**profile, "syscalls": rules}
+
+
+def _allowed(names: list[str], operation: str, value: int) -> dict[str, Any]:
+    """Return the rule that allows calls by their first argument."""
+    argument = {"index": 0, "value": value, "valueTwo": 0, "op": operation}
+    return {"names": names, "action": "SCMP_ACT_ALLOW", "args": [argument]}
