@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,14 +30,7 @@ from rolltap.trainer.judges.changes import (
     is_of_the_machine,
 )
 from rolltap.trainer.judges.channel import MAX_BYTES, Channel
-from rolltap.trainer.judges.folders import (
-    TooMuchError,
-    opened,
-    read_chunks,
-    remove,
-    scan,
-    write_file,
-)
+from rolltap.trainer.judges.folders import Entry, TooMuchError, scan
 from rolltap.trainer.judges.planted import select
 from rolltap.trainer.judges.protected import OneJudge, Stamp, own_files, read_only, stamp
 from rolltap.trainer.judges.verdict import UnjudgedError
@@ -45,8 +38,10 @@ from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
 from rolltap.trainer.tasks.git import git
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge, Task
 
-LAUNCH, REPORT = (Path(inside.__path__[0], name) for name in ("launch.py", "report.py"))
-_TOOLS, _PIPE = "/rolltap/tools", "/rolltap/verdict"
+LAUNCH = Path(inside.__path__[0], "launch.py")
+_REPORT = Path(inside.__path__[0], "report.py")
+_TOOLS = "/rolltap/tools"
+_PIPE = "/rolltap/verdict"
 
 
 class JudgeNetwork(Protocol):
@@ -135,29 +130,33 @@ class Checkout:
 
     def rewritten(self) -> list[str]:
         """Return the judge's files in the workspace that were changed since it was made."""
-        return sorted(
-            path for path, before in self.guarded.items() if stamp(self.workspace, path) != before
-        )
+        found: list[str] = []
+        for path, before in self.guarded.items():
+            if stamp(self.workspace, path) != before:
+                found.append(path)
+        return sorted(found)
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
         """Return the exit status of the judge's program. Raises `UnjudgedError`, and `OSError`
         without a box."""
-        clean = clean_environment(Path(self.box.home), isolated=self.job.runtime.isolated)
         whole = {
-            **clean,
+            **clean_environment(Path(self.box.home), isolated=self.job.runtime.isolated),
             **self.job.task.env,
             "PYTHONDONTWRITEBYTECODE": "1",
             **env,
             **self.recorded,
         }
+        program = command[0]
         try:
             ended = await self.box.run(command, env=whole, timeout=timeout, log=self.job.log)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != command[0]:
+            if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != program:
                 raise  # a fault of this machine, or of its box
-            reason = f"the judge {command[0]!r} could not be started: {error.strerror or error}"
-            lacks = "" if self._is_in_workspace(command[0]) else command[0]
-            raise UnjudgedError(reason + self._not_shown(Path(command[0])), lacks=lacks) from error
+            why = f"the judge {program!r} could not be started: {error.strerror or error}"
+            place = Path(self.box.workdir)
+            is_for_the_agent = "/" in program and (place / program).is_relative_to(place)
+            lacks = "" if is_for_the_agent else program
+            raise UnjudgedError(why + self._not_shown(Path(program)), lacks=lacks) from error
         output = f"its output is in {self.job.log.name}"
         if ended.stopped == "timeout":
             raise UnjudgedError(f"the judge took more than {timeout:g} s; {output}")
@@ -167,11 +166,6 @@ class Checkout:
             raise UnjudgedError(f"the judge was ended by signal {-ended.status}; {output}")
         return ended.status
 
-    def _is_in_workspace(self, program: str) -> bool:
-        """Return True for the path of a program that the agent may make."""
-        place = Path(self.box.workdir)
-        return "/" in program and (place / program).is_relative_to(place)
-
     def _not_shown(self, program: Path) -> str:
         """Return which folder of a program the box does not show, as a sentence, or an empty text.
 
@@ -179,7 +173,8 @@ class Checkout:
         unless the box shows it.
         """
         runtime = self.job.runtime
-        of_box = any(program.is_relative_to(top) for top in (*SYSTEM, Path(self.box.workdir)))
+        shown = (*SYSTEM, Path(self.box.workdir))
+        of_box = any(program.is_relative_to(top) for top in shown)
         if not isinstance(runtime, HidingRuntime) or not program.is_absolute() or of_box:
             return ""
         layers = runtime.layers()
@@ -190,8 +185,8 @@ class Checkout:
         folder = program.parent
         if folder.name == "bin":
             folder = folder.parent
-        shown = "name it with --tools DIR (tools in a recipe)"
-        return f". A box does not show this machine's {folder}: {shown}"
+        advice = "name it with --tools DIR (tools in a recipe)"
+        return f". A box does not show this machine's {folder}: {advice}"
 
 
 class Ahead:
@@ -209,7 +204,9 @@ class Ahead:
             return None
         self._spec = None
         await asyncio.wait([self._laid])
-        return None if self._laid.cancelled() or self._laid.exception() else self._laid.result()
+        if self._laid.cancelled() or self._laid.exception():
+            return None
+        return self._laid.result()
 
     async def close(self) -> None:
         """End the copying. The session's folder, which has it, can be removed then."""
@@ -223,19 +220,6 @@ class Ahead:
 
 
 @asynccontextmanager
-async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
-    """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it
-    cannot be made."""
-    laid = await job.ahead.take(spec) if job.ahead is not None and job.result is not None else None
-    folder, tests = laid or await _lay_out(job, spec)
-    try:
-        async with _fresh_checkout(job, spec, folder, tests) as checkout:
-            yield checkout
-    finally:
-        await run_to_end(remove_folder, folder)
-
-
-@asynccontextmanager
 async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
     """Yield the job of what is left when the judge's `run` has ended, in a box without the judge's
     files and hosts.
@@ -245,23 +229,60 @@ async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
     if isinstance(spec, PytestJudge) or not spec.run:
         yield job
         return
-    without: dict[str, object] = {"tests": None, "mounts": {}, "writable": []}
-    without |= {"reward_files": [], "allow": []}
-    alone = spec.model_copy(update=without)
+    own: dict[str, object] = {
+        "tests": None,
+        "mounts": {},
+        "writable": [],
+        "reward_files": [],
+        "allow": [],
+    }
+    alone = spec.model_copy(update=own)
+    env = spec.env if isinstance(spec, CommandJudge) else {}
     async with open_checkout(replace(job, name=f"{job.name}.run"), alone) as checkout:
-        await checkout.run(
-            spec.run, {} if isinstance(spec, PythonJudge) else spec.env, spec.timeout
-        )
+        await checkout.run(spec.run, env, spec.timeout)
         await checkout.box.settle()
-        result = AgentResult(checkout.workspace, checkout.workspace.parent / "home")
         try:
             changes = await in_folder_thread(
-                find_changes, job.start.folder, result.workspace, digest=job.start.digest
+                find_changes, job.start.folder, checkout.workspace, digest=job.start.digest
             )
         except TooMuchError as error:
             raise UnjudgedError(f"what {spec.run[0]!r} left cannot be judged: {error}") from error
         refused = {**checkout.changes.refused, **changes.refused}
+        result = AgentResult(checkout.workspace, checkout.workspace.parent / "home")
         yield replace(job, result=result, changes=replace(changes, refused=refused))
+
+
+@asynccontextmanager
+async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
+    """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it
+    cannot be made."""
+    laid = None
+    if job.ahead is not None and job.result is not None:
+        laid = await job.ahead.take(spec)
+    folder, tests = laid or await _lay_out(job, spec)
+    workspace = folder / "workspace"
+    try:
+        changes = await in_folder_thread(_apply, job, spec, workspace, tests)
+        own = await in_folder_thread(_own_there, job, spec, workspace, tests)
+        isolated = job.runtime.isolated
+        async with (
+            Channel(folder / "verdict") as channel,
+            _open_box(job, spec, folder, own) as (box, recorded),
+        ):
+            yield Checkout(
+                job=job,
+                box=box,
+                workspace=workspace,
+                changes=changes,
+                out=folder / "out",
+                tools=_TOOLS if isolated else str(folder / "tools"),
+                channel=channel,
+                pipe=_PIPE if isolated else str(channel.path),
+                guarded={path: stamp(workspace, path) for path in own},
+                recorded=recorded,
+            )
+    finally:
+        await run_to_end(remove_folder, folder)
 
 
 async def _lay_out(job: JudgeJob, spec: OneJudge) -> tuple[Path, set[str]]:
@@ -273,116 +294,55 @@ async def _lay_out(job: JudgeJob, spec: OneJudge) -> tuple[Path, set[str]]:
     beside = job.result.workspace.parent if job.result is not None else None
     folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
     try:
-        await in_folder_thread(job.start.copy_to, folder / "workspace")
-        await in_folder_thread(_make_folders, spec, folder)
-        return folder, await in_folder_thread(_lay_tests, job, spec, folder / "workspace")
+        return folder, await in_folder_thread(_lay_in, job, spec, folder)
     except BaseException:
         await run_to_end(remove_folder, folder)
         raise
 
 
-def _make_folders(spec: OneJudge, folder: Path) -> None:
-    """Make the folders of a checkout beside its workspace."""
+def _lay_in(job: JudgeJob, spec: OneJudge, folder: Path) -> set[str]:
+    """Fill the folder of a checkout, and return the paths of the task's tests."""
     for name in ("home", "out", "tools"):
         (folder / name).mkdir()
-    for file in (LAUNCH, REPORT):
+    for file in (LAUNCH, _REPORT):
         shutil.copy(file, folder / "tools" / f"rolltap_{file.name}")
-    if isinstance(spec, CommandJudge):
-        for number in range(len(spec.writable)):
-            (folder / f"writable-{number}").mkdir()
+    for place, _ in _writable(spec, folder):
+        place.mkdir()
+    start = job.start
+    workspace = folder / "workspace"
+    start.copy_to(workspace)
+    laid: set[str] = set()
+    if isinstance(spec, PytestJudge) and spec.test_patch:
+        try:
+            apply_patch(spec.test_patch, workspace)
+        except InputError as error:
+            why = f"the task's test_patch does not fit its start: {error}"
+            raise UnjudgedError(why, broke=False) from error
+        patched = find_changes(start.folder, workspace, digest=start.digest)
+        laid.update(patched.deleted)
+        laid.update(_no_folders(patched.changed))
+    if spec.tests is None:
+        return laid
+    root = spec.tests
+    entries = scan(root).entries
+    if root.is_file():
+        executable = os.access(root, os.X_OK)
+        entries = {root.name: Entry("file", executable)}
+        root = root.parent
+    apply_changes(Changes(entries), root, workspace)
+    return laid.union(_no_folders(entries))
 
 
-@asynccontextmanager
-async def _fresh_checkout(
-    job: JudgeJob, spec: OneJudge, folder: Path, tests: set[str]
-) -> AsyncIterator[Checkout]:
-    workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
-    changes = await in_folder_thread(_apply, job, spec, workspace, tests)
-    own = await in_folder_thread(_own_there, job, spec, workspace, tests)
-    isolated = job.runtime.isolated
-    pipe = folder / "verdict"
-    tools_inside, pipe_inside = (_TOOLS, _PIPE) if isolated else (str(tools), str(pipe))
-    mounts = [Mount(tools, tools_inside)]
-    if isinstance(spec, CommandJudge):
-        mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
-        for number, target in enumerate(spec.writable):
-            mounts.append(Mount(folder / f"writable-{number}", target, writable=True))
-        mounts += [Mount(pipe, target) for target in spec.reward_files]
-    if not (isinstance(spec, CommandJudge) and spec.reward_files):
-        mounts.append(Mount(pipe, pipe_inside))
-    if isolated and not (
-        isinstance(spec, CommandJudge) and spec.mounts
-    ):  # what it brings may replace the start's
-        mounts += read_only(workspace, job.task.workdir, own)
-    box_spec = BoxSpec(
-        name=folder.name,
-        workspace=workspace,
-        workdir=job.task.workdir,
-        home=home,
-        mounts=mounts,
-        image=job.task.image,
-        limits=job.task.limits,
-    )
-    # a judge has no credentials of the session, and the next judge none of its own
-    session_id = f"{job.name}/{folder.name}"
-    async with (
-        Channel(pipe) as channel,
-        _way_to_hosts(job, spec, session_id, box_spec) as (with_hosts, proxy),
-        job.runtime.box(with_hosts) as box,
-    ):
-        recorded: Mapping[str, str] = {}
-        if proxy is not None:
-            certificates = CERTIFICATES if isolated else None
-            recorded = proxy.environment(session_id, address=box.proxy, certificates=certificates)
-        yield Checkout(
-            job=job,
-            box=box,
-            workspace=workspace,
-            changes=changes,
-            out=out,
-            tools=tools_inside,
-            channel=channel,
-            pipe=pipe_inside,
-            guarded={path: stamp(workspace, path) for path in own},
-            recorded=recorded,
-        )
+def _no_folders(entries: Mapping[str, Entry]) -> Iterator[str]:
+    for path, entry in entries.items():
+        if entry.kind != "folder":
+            yield path
 
 
-@asynccontextmanager
-async def _way_to_hosts(
-    job: JudgeJob, spec: OneJudge, session_id: str, box: BoxSpec
-) -> AsyncIterator[tuple[BoxSpec, Proxy | None]]:
-    """Yield the box of a judge with the way to the hosts of its `allow`, and the recorder; without
-    hosts, None.
-
-    Raises `InputError` for a judge with hosts where no recorder runs, `OSError`, and
-    `RecorderError`: a verdict without the hosts would not be the judge's.
-    """
-    allow = [] if isinstance(spec, PythonJudge) else spec.allow
-    if not allow or (job.network is None and not job.runtime.isolated):
-        yield box, None
-        return
-    if job.network is None:
-        raise InputError(
-            f"task {job.task.id!r}: its judge may reach {allow[0]} ('allow'), and only the recorder"
-            " of a rollout leads there: let a rollout judge it, or use a judge without hosts"
-        )
-    proxy = await asyncio.to_thread(job.network.open_judge, session_id, allow)
-    try:
-        certificates = proxy.mounts() if job.runtime.isolated else []
-        accept = partial(job.network.accept, session_id)
-        mounts = [*box.mounts, *certificates]
-        yield replace(box, mounts=mounts, proxy=proxy.address, accept=accept), proxy
-    finally:
-        await run_to_end(job.network.close_judge, session_id)
-
-
-def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
-    """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed
-    ones first."""
-    there = {*scan(workspace).files}
-    own = own_files(job.start.folder, spec) | laid
-    return sorted(own & there, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
+def apply_patch(patch: str, folder: Path) -> None:
+    """Apply a patch to a folder. Raises `InputError` when it does not fit."""
+    text = patch.removesuffix("\n") + "\n"
+    git("apply", "--whitespace=nowarn", "-", folder=folder, stdin=text)
 
 
 def _apply(job: JudgeJob, spec: OneJudge, workspace: Path, tests: set[str]) -> Changes:
@@ -399,50 +359,85 @@ def _apply(job: JudgeJob, spec: OneJudge, workspace: Path, tests: set[str]) -> C
     return changes
 
 
-def _lay_tests(job: JudgeJob, spec: OneJudge, workspace: Path) -> set[str]:
-    """Lay the task's tests over a copy of the start, and return their paths."""
-    laid: set[str] = set()
-    if isinstance(spec, PytestJudge) and spec.test_patch:
-        _apply_patch(spec.test_patch, workspace)
-        patched = find_changes(job.start.folder, workspace, digest=job.start.digest)
-        laid |= {
-            *(path for path, entry in patched.changed.items() if entry.kind != "folder"),
-            *patched.deleted,
-        }
-    if spec.tests is not None:
-        laid |= _lay(spec.tests, workspace)
-    return laid
+def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
+    """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed
+    ones first."""
+    own = own_files(job.start.folder, spec) | laid
+    own.intersection_update(scan(workspace).files)
+    return sorted(own, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
 
 
-def _lay(tests: Path, workspace: Path) -> set[str]:
-    """Copy a file, or what is in a folder, into a workspace, and return the files' paths. Follows
-    no links there."""
-    files = {path: tests / path for path in scan(tests).files}
-    if tests.is_file():
-        files = {tests.name: tests}
-    for path, source in files.items():
-        if source.is_symlink():
-            parent, _, name = path.rpartition("/")
-            with opened(workspace, parent, create=True) as folder:
-                remove(folder, name)
-                os.symlink(source.readlink(), name, dir_fd=folder)
-        else:
-            with opened(source.parent.resolve()) as folder:
-                chunks = read_chunks(folder, source.name)
-                write_file(workspace, path, chunks, executable=os.access(source, os.X_OK))
-    return set(files)
+def _writable(spec: OneJudge, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the folders that a command may write to, and their paths in the box."""
+    if isinstance(spec, CommandJudge):
+        for number, target in enumerate(spec.writable):
+            yield folder / f"writable-{number}", target
 
 
-def _apply_patch(patch: str, folder: Path) -> None:
-    try:
-        git(
-            "apply",
-            "--whitespace=nowarn",
-            "-",
-            folder=folder,
-            stdin=patch.removesuffix("\n") + "\n",
+def _mounts(job: JudgeJob, spec: OneJudge, folder: Path, own: Sequence[str]) -> list[Mount]:
+    isolated = job.runtime.isolated
+    pipe = folder / "verdict"
+    tools = folder / "tools"
+    mounts = [Mount(tools, _TOOLS if isolated else str(tools))]
+    pipes = [_PIPE if isolated else str(pipe)]
+    brought: Mapping[str, Path] = {}
+    if isinstance(spec, CommandJudge):
+        brought = spec.mounts
+        pipes = spec.reward_files or pipes
+    for target, source in brought.items():
+        mounts.append(Mount(source.absolute(), target))
+    for place, target in _writable(spec, folder):
+        mounts.append(Mount(place, target, writable=True))
+    for target in pipes:
+        mounts.append(Mount(pipe, target))
+    if isolated and not brought:  # what it brings may replace the start's
+        mounts += read_only(folder / "workspace", job.task.workdir, own)
+    return mounts
+
+
+@asynccontextmanager
+async def _open_box(
+    job: JudgeJob, spec: OneJudge, folder: Path, own: Sequence[str]
+) -> AsyncIterator[tuple[Box, Mapping[str, str]]]:
+    """Yield the box of a judge, and the variables with which programs reach the hosts of its
+    `allow`.
+
+    Raises `InputError` for a judge with hosts where no recorder runs, `OSError`, and
+    `RecorderError`: a verdict without the hosts would not be the judge's.
+    """
+    task = job.task
+    isolated = job.runtime.isolated
+    network = job.network
+    box_spec = BoxSpec(
+        name=folder.name,
+        workspace=folder / "workspace",
+        workdir=task.workdir,
+        home=folder / "home",
+        mounts=_mounts(job, spec, folder, own),
+        image=task.image,
+        limits=task.limits,
+    )
+    allow = [] if isinstance(spec, PythonJudge) else spec.allow
+    if allow and isolated and network is None:
+        raise InputError(
+            f"task {task.id!r}: its judge may reach {allow[0]} ('allow'), and only the recorder"
+            " of a rollout leads there: let a rollout judge it, or use a judge without hosts"
         )
-    except InputError as error:
-        raise UnjudgedError(
-            f"the task's test_patch does not fit its start: {error}", broke=False
-        ) from error
+    if not allow or network is None:
+        async with job.runtime.box(box_spec) as box:
+            yield box, {}
+        return
+    # a judge has no credentials of the session, and the next judge none of its own
+    session_id = f"{job.name}/{folder.name}"
+    proxy = await asyncio.to_thread(network.open_judge, session_id, allow)
+    try:
+        accept = partial(network.accept, session_id)
+        certificates = CERTIFICATES if isolated else None
+        mounts = box_spec.mounts
+        if isolated:
+            mounts = [*mounts, *proxy.mounts()]
+        box_spec = replace(box_spec, mounts=mounts, proxy=proxy.address, accept=accept)
+        async with job.runtime.box(box_spec) as box:
+            yield box, proxy.environment(session_id, address=box.proxy, certificates=certificates)
+    finally:
+        await run_to_end(network.close_judge, session_id)

@@ -8,13 +8,13 @@ import contextlib
 import hashlib
 import os
 import stat
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rolltap.addons.errors import RolltapError
+from rolltap.trainer.folders import remove_folder
 
 MAX_ENTRIES = 500_000
 """Files and folders in a workspace."""
@@ -315,16 +315,10 @@ def write_file(root: Path, path: str, chunks: Iterator[bytes], *, executable: bo
 def remove(folder: int, name: str) -> None:
     """Remove a file, a link or a folder with all that is in it, if it is there. Raises `OSError`.
 
-    By rm(1): `shutil.rmtree` fails for folders that are nested a thousand times.
+    A folder that cannot be removed stays.
     """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            command = ["rm", "-rf", "--one-file-system", "--", f"./{name}"]
-            done = subprocess.run(command, cwd=f"/proc/self/fd/{folder}", stderr=subprocess.PIPE)
-            if done.returncode:
-                raise OSError(
-                    f"{name} cannot be removed:"
-                    f" {done.stderr.decode(errors='replace').strip()[-500:]}"
-                )
+            remove_folder(Path(f"/proc/{os.getpid()}/fd/{folder}/{name}"))
         else:
             os.unlink(name, dir_fd=folder)
