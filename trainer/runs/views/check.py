@@ -7,11 +7,10 @@ versions say which these are. vLLM scores a prompt by other kernels than those t
 rounding differs: the engine's own difference on a fixed text is the measure.
 """
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -59,6 +58,11 @@ class ScoredToken:
     recorded: float
     scored: float
 
+    @property
+    def difference(self) -> float:
+        """Absolute difference of both, in nats."""
+        return abs(self.recorded - self.scored)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
@@ -105,20 +109,14 @@ class CheckReport(JupyterMixin):
         return {"within": self.within, **asdict(self)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = (
-            "prompt",
-            "weights",
-            "calls",
-            "tokens",
-            "mean",
-            "largest",
-            f"over {self.threshold:g}",
-            "",
-        )
-        table = Table(
-            *columns, title="recorded and scored log-probabilities: absolute difference in nats"
-        )
+        over = f"over {self.threshold:g}"
+        columns = ("prompt", "weights", "calls", "tokens", "mean", "largest", over, "")
+        title = "recorded and scored log-probabilities: absolute difference in nats"
+        table = Table(*columns, title=title)
         for row in self.rows:
+            outcome = Text("within")
+            if not row.within:
+                outcome = Text("differs", style="red")
             table.add_row(
                 row.kind,
                 Text(row.policy_version),
@@ -127,7 +125,7 @@ class CheckReport(JupyterMixin):
                 f"{row.mean_difference:.2g}",
                 f"{row.max_difference:.2g}",
                 f"{row.share_over_threshold:.1%}",
-                Text("within") if row.within else Text("differs", style="red"),
+                outcome,
             )
         yield table
         yield Text(
@@ -173,17 +171,19 @@ def check_run(
     metadata = read_metadata(run)
     served = served_weights(engines, run, recorded_models(metadata))
     skipped: Counter[str] = Counter()
-    versions: Counter[str] = Counter()
+    versions: set[str] = set()
     comparable: list[CallName] = []
     for session in iter_sessions(run):
         for call in session.calls:
-            versions.update({span.version for span in call.weight_versions})
-            if reason := incomparable(call, served.names, served.max_model_len):
+            versions.update(span.version for span in call.weight_versions)
+            reason = incomparable(call, served.names, served.max_model_len)
+            if reason is not None:
                 skipped[reason] += 1
             else:
                 comparable.append((call.kind, call.session_id, call.call_id))
     if not comparable:
-        why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
+        reasons = [f"{count} {reason}" for reason, count in skipped.items()]
+        why = ", ".join(reasons) or "it holds none"
         sampled = ", ".join(sorted(versions)[:5]) or "nothing"
         raise InputError(
             f"no call of {run} can be compared: {why}; its calls were sampled by the weights"
@@ -227,10 +227,10 @@ def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str 
         return "violation"
     if call.under_grammar:
         return "sampled under a grammar"
-    sampling = json.loads(call.sampling)
-    if {
-        key: value for key, value in sampling.items() if key not in HARMLESS_SAMPLING
-    } != NEUTRAL_SAMPLING:
+    sampling = call.parsed_sampling
+    for name in HARMLESS_SAMPLING:
+        sampling.pop(name, None)
+    if sampling != NEUTRAL_SAMPLING:
         return "not sampled neutrally"
     versions = {span.version for span in call.weight_versions}
     if len(versions) != 1 or not versions <= set(names):
@@ -248,37 +248,42 @@ def choose(calls: Collection[CallName], count: int, seed: int) -> set[CallName]:
     """
     shuffled = sorted(calls)
     Random(seed).shuffle(shuffled)
-    of_kind = [[call for call in shuffled if call[0] == kind] for kind in KINDS]
-    turns = (call for turn in zip_longest(*of_kind) for call in turn if call is not None)
-    return set(islice(turns, count))
+    taken = Counter[CallKind]()
+    turns = []
+    for call in shuffled:
+        kind = call[0]
+        taken[kind] += 1
+        turns.append((taken[kind], KINDS.index(kind), call))
+    return {call for _, _, call in sorted(turns)[:count]}
 
 
 def summarize_scores(scores: Sequence[Score], threshold: float) -> list[CheckRow]:
     """Return one row for each kind and policy version, in the order of `KINDS`."""
-    groups: defaultdict[tuple[CallKind, str], list[Score]] = defaultdict(list)
+    groups: defaultdict[tuple[int, str], list[Score]] = defaultdict(list)
     for call, logprobs in scores:
-        groups[call.kind, call.weight_versions[0].version].append((call, logprobs))
+        key = (KINDS.index(call.kind), call.weight_versions[0].version)
+        groups[key].append((call, logprobs))
     rows = []
-    for kind, version in sorted(groups, key=lambda key: (KINDS.index(key[0]), key[1])):
-        group = groups[kind, version]
-        tokens = [
-            ScoredToken(call.session_id, call.call_id, i, recorded, scored)
-            for call, logprobs in group
-            for i, (recorded, scored) in enumerate(zip(call.logprobs, logprobs, strict=True))
-        ]
-        differences = [abs(token.recorded - token.scored) for token in tokens]
-        largest, mean = max(differences), fmean(differences)
-        rows.append(
-            CheckRow(
-                kind=kind,
-                policy_version=version,
-                calls=len(group),
-                tokens=len(differences),
-                mean_difference=mean,
-                max_difference=largest,
-                share_over_threshold=sum(d > threshold for d in differences) / len(differences),
-                worst=tokens[differences.index(largest)],
-                within=mean <= threshold,
-            )
+    for (kind, version), group in sorted(groups.items()):
+        tokens = list(_scored_tokens(group))
+        differences = [token.difference for token in tokens]
+        mean = fmean(differences)
+        row = CheckRow(
+            kind=KINDS[kind],
+            policy_version=version,
+            calls=len(group),
+            tokens=len(tokens),
+            mean_difference=mean,
+            max_difference=max(differences),
+            share_over_threshold=sum(each > threshold for each in differences) / len(tokens),
+            worst=max(tokens, key=attrgetter("difference")),
+            within=mean <= threshold,
         )
+        rows.append(row)
     return rows
+
+
+def _scored_tokens(scores: Iterable[Score]) -> Iterator[ScoredToken]:
+    for call, logprobs in scores:
+        for position, pair in enumerate(zip(call.logprobs, logprobs, strict=True)):
+            yield ScoredToken(call.session_id, call.call_id, position, *pair)
