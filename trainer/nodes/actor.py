@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from rolltap.addons.engine.policy import POLICY_FILE, UNPUBLISHED
 from rolltap.addons.store.staging import write_atomically
@@ -24,6 +24,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.nodes.facts import Examined, examine, require_alike
 from rolltap.trainer.nodes.messages import (
     EndedAttempt,
+    EnteredPhase,
     Failure,
     Package,
     Policies,
@@ -45,6 +46,10 @@ WAIT_SECONDS = 1.0
 """Longest wait for something new to report."""
 
 
+_WAITING: dict[EnteredPhase, Phase] = {"running": "ready", "judging": "ran"}
+"""Phase -> the phase in which an attempt waits for its slot."""
+
+
 @dataclass(slots=True)
 class _Running:
     """An attempt that is here. `phase` is the phase that it is in, or waits in."""
@@ -52,11 +57,8 @@ class _Running:
     attempt: SessionAttempt
     task: asyncio.Task[Facts]
     phase: Phase = "preparing"
-    slots: dict[str, asyncio.Event] = field(default_factory=dict)
-    """Phase -> set when the driver has a slot for it."""
-
-    def slot(self, phase: str) -> asyncio.Event:
-        return self.slots.setdefault(phase, asyncio.Event())
+    slot: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the driver has a slot for the phase for which the attempt waits."""
 
 
 class NodeActor:
@@ -79,7 +81,7 @@ class NodeActor:
         self._failure: Failure | None = None
         self._begun: set[int] = set()
         self._running: dict[int, _Running] = {}
-        self._phases: list[tuple[int, Literal["running", "judging"]]] = []
+        self._phases: list[tuple[int, EnteredPhase]] = []
         self._ended: list[EndedAttempt] = []
         self._report: Report | None = None
         """The last one, until it is acknowledged."""
@@ -104,20 +106,9 @@ class NodeActor:
         """
         if self._worker is None:
             if fleet is not None:
-                version = UNPUBLISHED.version
-                if "" in policies.files:
-                    version = json.loads(policies.files[""])["version"]
-                found = await asyncio.to_thread(
-                    examine,
-                    self.name,
-                    self._setup,
-                    tasks,
-                    version,
-                    True,
-                )
-                if isinstance(found, Failure):
-                    return found
-                require_alike({"of the fleet": fleet, self.name: found})
+                failure = await self._compare(tasks, policies, fleet)
+                if failure is not None:
+                    return failure
             self._folder = self._stack.enter_context(workplace())
             self._out = self._folder / "run"
             self._out.mkdir()
@@ -126,6 +117,23 @@ class NodeActor:
             self._worker = asyncio.create_task(self._work(tasks))
         await self._ready.wait()
         return self._failure
+
+    async def _compare(
+        self,
+        tasks: Sequence[Task],
+        policies: Policies,
+        fleet: Examined,
+    ) -> Failure | None:
+        """Return why this node can run no sessions. Raises `InputError` if it differs."""
+        version = UNPUBLISHED.version
+        if "" in policies.files:
+            version = json.loads(policies.files[""])["version"]
+        build = True
+        found = await asyncio.to_thread(examine, self.name, self._setup, tasks, version, build)
+        if isinstance(found, Failure):
+            return found
+        require_alike({"of the fleet": fleet, self.name: found})
+        return None
 
     @recorded
     async def begin(
@@ -145,12 +153,12 @@ class NodeActor:
         task.add_done_callback(partial(self._end, number))  # of one that never began, too
 
     @recorded
-    async def grant(self, number: int, phase: Literal["running", "judging"]) -> None:
+    async def grant(self, number: int, phase: EnteredPhase) -> None:
         """Let an attempt that waits for a slot begin its phase."""
-        if number in self._running:
-            running = self._running[number]
+        running = self._running.get(number)
+        if running is not None and running.phase == _WAITING[phase]:
             running.phase = phase
-            running.slot(phase).set()
+            running.slot.set()
 
     @recorded
     async def cancel(self, number: int, why: str) -> None:
@@ -182,22 +190,24 @@ class NodeActor:
         ended = self._ended
         self._phases = []
         self._ended = []
-        packages = await asyncio.to_thread(self._packages, ended)
-        silent: list[str] = []
-        if any(each.row and each.row.status == "infrastructure" for each in ended):
-            silent = await asyncio.to_thread(Engines(self._setup.engine).silent)
+        rows = [each.row for each in ended if each.row is not None]
+        names = [row.session_id for row in rows]
+        packages = await asyncio.to_thread(self._packages, names)
         reference = None
         if packages:
             reference = require_ray().put(packages)
+        silent: list[str] = []
+        if any(row.status == "infrastructure" for row in rows):
+            silent = await asyncio.to_thread(Engines(self._setup.engine).silent)
         self._number += 1
         return Report(
-            self._number,
-            reference,
-            phases,
-            ended,
-            silent,
-            is_over,
-            self._failure,
+            number=self._number,
+            packages=reference,
+            phases=phases,
+            ended=ended,
+            silent=silent,
+            is_over=is_over,
+            failure=self._failure,
         )
 
     @recorded
@@ -266,14 +276,13 @@ class NodeActor:
         attempt: SessionAttempt,
         forked: Package | None,
     ) -> Facts:
-        async def enter(phase: Literal["running", "judging"]) -> None:
+        async def enter(phase: EnteredPhase) -> None:
             running = self._running[number]
-            running.phase = "ready"
-            if phase == "judging":
-                running.phase = "ran"
+            running.phase = _WAITING[phase]
+            running.slot.clear()
             self._phases.append((number, phase))
             self._news.set()
-            await running.slot(phase).wait()
+            await running.slot.wait()
 
         if forked is not None:
             await self._keep_forked(attempt, forked)
@@ -319,11 +328,10 @@ class NodeActor:
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, policy)
 
-    def _packages(self, ended: Sequence[EndedAttempt]) -> list[Package]:
-        names = [each.row.session_id for each in ended if each.row is not None]
+    def _packages(self, ended: Sequence[str]) -> list[Package]:
         packages = []
         for shard in self._shards:
-            package = shard.package(names)
+            package = shard.package(ended)
             if package is not None:
                 packages.append(package)
         return packages

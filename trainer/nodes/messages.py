@@ -16,6 +16,8 @@ from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.traces.facts import Facts
 
+EnteredPhase = Literal["running", "judging"]
+"""A phase of a session that needs a slot."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -146,7 +148,7 @@ class Report(NamedTuple):
 
     number: int
     packages: Any
-    phases: Sequence[tuple[int, Literal["running", "judging"]]]
+    phases: Sequence[tuple[int, EnteredPhase]]
     ended: Sequence[EndedAttempt]
     silent: Sequence[str] = ()
     is_over: bool = False

@@ -3,20 +3,21 @@
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import wait_for_end
 from rolltap.trainer.nodes.fleet import LOST_SECONDS, Fleet, Member
-from rolltap.trainer.nodes.messages import EndedAttempt, Report
+from rolltap.trainer.nodes.messages import EndedAttempt, EnteredPhase, Report
 from rolltap.trainer.rollouts.node import Enter, NodeLostError, SessionAttempt
 from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.traces.facts import Facts
 
 logger = logging.getLogger(__name__)
 
-_Phase = Literal["running", "judging"]
+
+_News = EnteredPhase | EndedAttempt | Exception
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class _Running:
     attempt: SessionAttempt
     has_ended: bool = False
     """True when its end was told."""
-    news: asyncio.Queue[_Phase | EndedAttempt | Exception] = field(default_factory=asyncio.Queue)
+    news: asyncio.Queue[_News] = field(default_factory=asyncio.Queue)
 
 
 class RayNode:
