@@ -4,13 +4,14 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines import container
-from rolltap.trainer.boxes.engines.box import Engine, EngineBox, call, mount_options
+from rolltap.trainer.boxes.engines.box import EngineBox
+from rolltap.trainer.boxes.engines.engine import Engine, call, mount_options
+from rolltap.trainer.boxes.engines.images import copy_from_root_folder, path_digest
 from rolltap.trainer.boxes.hiding import HidingRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits
@@ -41,11 +42,9 @@ class ApptainerEngine(Engine):
     def restart(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[str]:
         """See `Engine.restart`. What programs wrote outside of the mounts is gone: it was in
         memory."""
-        options = [
-            *_CLOSED.split(),
-            *(_limits(spec.limits) if _CONTROL_GROUPS.exists() else ()),
-            *mount_options(mounts, "ro"),
-        ]
+        options = [*_CLOSED.split(), *mount_options(mounts, "ro")]
+        if _CONTROL_GROUPS.exists():
+            options += _limits(spec.limits)
         return ["apptainer", "instance", "start", *options, source(str(spec.image)), name]
 
     def stop(self, name: str) -> list[str]:
@@ -62,29 +61,31 @@ class ApptainerEngine(Engine):
         options = ["--cleanenv", "--no-eval", "--no-privs", "--pwd", "/"]
         return ["apptainer", "exec", *options, f"instance://{name}", *command]
 
-    def state(self, name: str) -> list[str]:
-        """See `Engine.state`."""
-        return ["apptainer", "instance", "list", "--json", name]
-
-    def pid(self, state: str) -> int:
-        """See `Engine.pid`."""
-        instances = json.loads(state)["instances"]
-        return int(instances[0]["pid"]) if instances else 0
+    def first_process(self, name: str) -> int:
+        """See `Engine.first_process`."""
+        answer = json.loads(call(["apptainer", "instance", "list", "--json", name]))
+        for instance in answer["instances"]:
+            return int(instance["pid"])
+        return 0
 
 
-def _limits(limits: Limits) -> Iterator[str]:
+def _limits(limits: Limits) -> list[str]:
+    options = []
     if limits.cpus is not None:
-        yield from ("--cpus", f"{limits.cpus:g}")
+        options += ["--cpus", f"{limits.cpus:g}"]
     if limits.memory_gib is not None:
-        yield from ("--memory", f"{limits.memory_gib * 2**30:.0f}")
+        options += ["--memory", f"{limits.memory_gib * 2**30:.0f}"]
     if limits.processes is not None:
-        yield from ("--pids-limit", str(limits.processes))
+        options += ["--pids-limit", str(limits.processes)]
+    return options
 
 
 def source(image: str) -> str:
     """Return a task's image as Apptainer names it: a path, a URI, or an image of a Docker
     registry."""
-    return image if image.startswith("/") or "://" in image else f"docker://{image}"
+    if image.startswith("/") or "://" in image:
+        return image
+    return f"docker://{image}"
 
 
 class ApptainerRuntime(HidingRuntime):
@@ -112,21 +113,22 @@ class ApptainerRuntime(HidingRuntime):
                 " https://apptainer.org/docs/admin/latest/installation.html, or choose another"
                 " runtime"
             )
-        if given := next((name for name in _ADDS_RIGHTS if os.environ.get(name)), None):
-            raise InputError(
-                f"{given} would give a session's programs rights over this machine: unset it"
-            )
+        for name in _ADDS_RIGHTS:
+            if os.environ.get(name):
+                raise InputError(
+                    f"{name} would give a session's programs rights over this machine: unset it"
+                )
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[EngineBox]:
         """Yield an instance. Raises `InputError` for an image that is not here, and `OSError` when
         Apptainer fails."""
         self.check()
-        if str(spec.image).startswith("/") and not Path(str(spec.image)).exists():
-            raise InputError(f"there is no image {spec.image} on this machine")
-        async with EngineBox(
-            self, ApptainerEngine(), spec, f"rolltap-{self.id}-{spec.name}"
-        ).alive() as box:
+        image = str(spec.image)
+        if image.startswith("/") and not Path(image).exists():
+            raise InputError(f"there is no image {image} on this machine")
+        name = f"rolltap-{self.id}-{spec.name}"
+        async with EngineBox(self, ApptainerEngine(), spec, name).alive() as box:
             yield box
 
     def image_digest(self, image: str) -> str:
@@ -134,14 +136,13 @@ class ApptainerRuntime(HidingRuntime):
         is fetched."""
         if not image.startswith("/"):
             return ""
-        path = Path(image)
-        return container.file_digest(path) if path.is_file() else container.root_folder_digest(path)
+        return path_digest(image)
 
     def copy_out(self, image: str, workdir: str, dest: Path) -> None:
         """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises
         `InputError` without it."""
         if Path(image).is_dir():
-            container.copy_from_root_folder(Path(image), workdir, dest)
+            copy_from_root_folder(Path(image), workdir, dest)
             return
         dest.mkdir(parents=True, exist_ok=True)
         mount = mount_options([Mount(dest, _COPIED, writable=True)], "ro")

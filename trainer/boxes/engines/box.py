@@ -1,19 +1,14 @@
-"""The life of a box that a container engine makes by its command line, and the command lines that
-it needs for it."""
+"""The life of a box that a container engine makes by its command line."""
 
 import asyncio
-import csv
 import errno
-import io
 import os
 import re
 import secrets
 import shlex
 import signal
-import subprocess
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -24,120 +19,22 @@ from typing import Self
 import psutil
 
 from rolltap.addons.concurrency import finished_in
+from rolltap.trainer.boxes.engines.engine import Engine, call
 from rolltap.trainer.boxes.hiding import HidingRuntime
-from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount
+from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason
 from rolltap.trainer.boxes.supervised import Output, Supervised, readable, start, written_to
 from rolltap.trainer.boxes.watch import ProcessTable, exceeded, out_of_memory_kills, written_folders
 from rolltap.trainer.boxes.way_out import PORT, way_out
-from rolltap.trainer.concurrency import run_to_end, wait_for_end
+from rolltap.trainer.concurrency import finished, run_to_end
 from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.tasks.box_paths import HOME
 
-KEEPER = ("/bin/sh", "-c", "while :; do sleep 86400; done")
-"""First process of a box. It collects the processes that end; no signal from inside ends it
-(pid_namespaces(7))."""
-
-_SECONDS = 300.0
-"""Time for one command of an engine: its storage may be slow."""
-
-
-class Engine(ABC):
-    """The command lines of a container engine: those of Podman, which the others have as far as
-    they say nothing else.
-
-    Nothing here runs them. `command` is the program and its arguments before a command.
-    """
-
-    command: tuple[str, ...]
-
-    @abstractmethod
-    def create(
-        self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path
-    ) -> list[list[str]]:
-        """Return the commands that make and start the box `name` with the process `KEEPER`, without
-        network.
-
-        The files that they read are written into `folder`.
-        """
-
-    def restart(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[str]:
-        """Return the command that starts a stopped box again."""
-        return [*self.command, "start", name]
-
-    def stop(self, name: str) -> list[str]:
-        """Return the command that kills all processes of a box and waits for their end."""
-        return [*self.command, "stop", "-t", "0", name]
-
-    def remove(self, name: str) -> list[str]:
-        """Return the command that kills and removes a box. It may not exist."""
-        return [*self.command, "rm", "--force", "--volumes", name]
-
-    def execute(self, name: str, command: Sequence[str]) -> list[str]:
-        """Return the command that runs a program in a box, with the program's output and exit
-        status."""
-        return [*self.command, "exec", name, *command]
-
-    def state(self, name: str) -> list[str]:
-        """Return the command that prints the state of a box."""
-        return [*self.command, "inspect", "--type", "container", "--format", "{{.State.Pid}}", name]
-
-    def close(self, pid: int) -> list[list[str]]:
-        """Return the commands that close the box of the first process `pid` before a program runs
-        in it."""
-        return []
-
-    def pid(self, state: str) -> int:
-        """Return the id that the first process of a box has on this machine; 0 when it does not
-        run."""
-        return int(state)
-
-
-def call(command: Sequence[str], *, timeout: float = _SECONDS) -> str:
-    """Run a short command and return its stdout. Raises `OSError` with its message when it
-    fails."""
-    shown = shlex.join(command[:4])
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"`{shown} ...` does not end within {timeout:g} s") from error
-    if done.returncode:
-        message = done.stderr.strip() or done.stdout.strip()
-        raise OSError(f"`{shown} ...` fails with status {done.returncode}: {message}")
-    return done.stdout
-
-
 _CALLS = ThreadPoolExecutor(8, "rolltap-engines")
 """Threads that wait for engines' commands. Other work in threads does not wait for them."""
-
-
-async def _call_to_end(command: Sequence[str]) -> str:
-    """Do what `call` does in a thread, to its end, even when the caller is cancelled meanwhile."""
-    calling = asyncio.ensure_future(finished_in(_CALLS, call, command))
-    if await wait_for_end(calling):
-        raise asyncio.CancelledError from calling.exception()
-    return calling.result()
-
-
-def mount_options(mounts: Iterable[Mount], readonly: str) -> Iterator[str]:
-    """Yield an engine's options `--mount`. The value is a row of CSV: paths may have commas and
-    colons."""
-    for mount in mounts:
-        row = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
-        text = io.StringIO()
-        csv.writer(text, lineterminator="").writerow(row if mount.writable else [*row, readonly])
-        yield from ("--mount", text.getvalue())
-
-
 _SCRIPTS = "/.rolltap"
 """Folder in a box, read-only, with the scripts that start its programs."""
-_STARTS, _ABSENT = "rolltap starts", "rolltap finds nothing"
+_STARTS = "rolltap starts"
+_ABSENT = "rolltap finds nothing"
 """First words of a box's program, before a token that it does not know: the program begins, or is
 not there."""
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
@@ -155,16 +52,21 @@ class EngineBox:
     """
 
     def __init__(self, runtime: HidingRuntime, engine: Engine, spec: BoxSpec, name: str) -> None:
-        spec = replace(spec, limits=spec.limits.of_isolated())
         self.workdir = spec.workdir
         self.home = HOME
-        self.proxy = None if spec.accept is None else f"127.0.0.1:{PORT}"
-        self._engine, self._spec, self._name = engine, spec, name
+        self.proxy: str | None = None
+        if spec.accept is not None:
+            self.proxy = f"127.0.0.1:{PORT}"
+        self._engine = engine
+        self._spec = replace(spec, limits=spec.limits.of_isolated())
+        self._name = name
         self._layers = runtime.layers()
         self._folder = Path()
+        """Has what is mounted besides, and the environment of programs."""
         self._mounts: list[Mount] = []
-        self._running = AsyncExitStack()
+        self._way_out = AsyncExitStack()
         self._pid = 0
+        """The first process; 0 when the box is stopped."""
 
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[Self]:
@@ -173,37 +75,45 @@ class EngineBox:
 
         Raises `OSError` when the engine cannot make it.
         """
-        # only its owner can enter it: the environment of programs is in it
+        # only its owner can enter it
         self._folder = Path(tempfile.mkdtemp(prefix="rolltap-box-"))
         try:
-            (self._folder / "scripts").mkdir()
-            (self._folder / "hosts").write_text(_HOSTS)
-            self._mounts = [
-                Mount(self._spec.workspace, self.workdir, writable=True),
-                Mount(self._spec.home, HOME, writable=True),
-                *(
-                    Mount(path if seen else self._empty(path), str(path))
-                    for path, seen in self._layers.items()
-                ),
-                *self._spec.mounts,
-                Mount(self._folder / "scripts", _SCRIPTS),
-                Mount(self._folder / "hosts", "/etc/hosts"),
-            ]
-            async with self._made(), self._running:
+            self._mounts = self._all_mounts()
+            async with self._made(), self._way_out:
                 await self._join()
                 yield self
         finally:
             await run_to_end(remove_folder, self._folder)
 
+    def _all_mounts(self) -> list[Mount]:
+        scripts = self._folder / "scripts"
+        scripts.mkdir()
+        hosts = self._folder / "hosts"
+        hosts.write_text(_HOSTS)
+        mounts = [
+            Mount(self._spec.workspace, self.workdir, writable=True),
+            Mount(self._spec.home, HOME, writable=True),
+        ]
+        for path, is_shown in self._layers.items():
+            source = path if is_shown else self._empty(path)
+            mounts.append(Mount(source, str(path)))
+        mounts += self._spec.mounts
+        mounts.append(Mount(scripts, _SCRIPTS))
+        mounts.append(Mount(hosts, "/etc/hosts"))
+        return mounts
+
     def _empty(self, path: Path) -> Path:
         """Return an empty file or folder for a hidden one, with the places of what is shown in
         it."""
         top = self._folder / "hidden"
-        for place in (path, *(each for each in self._layers if each.is_relative_to(path))):
-            made = top / place.relative_to("/")
-            (made if place.is_dir() else made.parent).mkdir(parents=True, exist_ok=True)
-            if not place.is_dir():
-                made.touch()
+        below = [each for each in self._layers if each.is_relative_to(path)]
+        for place in (path, *below):
+            stand_in = top / place.relative_to("/")
+            if place.is_dir():
+                stand_in.mkdir(parents=True, exist_ok=True)
+            else:
+                stand_in.parent.mkdir(parents=True, exist_ok=True)
+                stand_in.touch()
         return top / path.relative_to("/")
 
     @asynccontextmanager
@@ -214,24 +124,20 @@ class EngineBox:
         os.mkfifo(fifo)
         commands = self._engine.create(self._name, self._spec, self._mounts, self._folder)
         making = [f"{shlex.join(command)} >&2" for command in commands]
-        removing = (
-            f"{shlex.join(self._engine.remove(self._name))}; rm -rf"
-            f" {shlex.quote(str(self._folder))}"
-        )
+        steps = [*making, f"echo >{fifo}", "exec sleep infinity"]
+        remove_box = shlex.join(self._engine.remove(self._name))
+        remove_files = shlex.join(["rm", "-rf", str(self._folder)])
+        cleanup = f"exec >/dev/null 2>&1; {remove_box}; {remove_files}"
         with (
             os.fdopen(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), "rb") as started,
             tempfile.TemporaryFile() as output,
         ):
             async with start(
-                [
-                    "/bin/sh",
-                    "-c",
-                    " && ".join([*making, f"echo >{fifo.name}", "exec sleep infinity"]),
-                ],
+                ["/bin/sh", "-c", " && ".join(steps)],
                 cwd=self._folder,
                 env=os.environ,
                 output=output,
-                cleanup=["/bin/sh", "-c", f"exec >/dev/null 2>&1; {removing}"],
+                cleanup=["/bin/sh", "-c", cleanup],
             ) as keeper:
                 await _said_or_ended(started.fileno(), keeper)
                 if not started.read():
@@ -242,16 +148,16 @@ class EngineBox:
 
     async def _join(self) -> None:
         """Find the first process of the box, and open the way to the recorder."""
-        self._pid = self._engine.pid(await _call_to_end(self._engine.state(self._name)))
+        self._pid = await finished(finished_in(_CALLS, self._engine.first_process, self._name))
         if not self._pid:
             raise OSError(
                 f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and"
                 " sleep?"
             )
         for command in self._engine.close(self._pid):
-            await _call_to_end(command)
+            await _call(command)
         if self._spec.accept is not None:
-            await self._running.enter_async_context(way_out(self._pid, self._spec.accept))
+            await self._way_out.enter_async_context(way_out(self._pid, self._spec.accept))
 
     async def run(
         self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
@@ -262,35 +168,37 @@ class EngineBox:
         Processes that the program leaves in the background run until `settle`; all are killed when
         it is stopped.
         """
+        script = _script(command, env, self.workdir)
         for _ in range(2):  # again when the box has ended as the program was to begin
-            if self._pid and not self._runs():  # the last program has ended it
-                await self.settle()
-            if not self._pid:
-                await _call_to_end(self._engine.restart(self._name, self._spec, self._mounts))
-                await self._join()
+            await self._revive()
             token = secrets.token_hex(16)
-            script = self._folder / "scripts" / secrets.token_hex(8)
-            script.write_text(_script(command, env, self.workdir))
-            inside = ["/bin/sh", f"{_SCRIPTS}/{script.name}", token]
+            file = self._folder / "scripts" / secrets.token_hex(8)
+            file.write_text(script)
+            inside = self._engine.execute(self._name, ["/bin/sh", f"{_SCRIPTS}/{file.name}", token])
             try:
                 async with written_to(log, marker=f"{_STARTS} {token}\n".encode()) as output:
-                    ended = await self._execute(
-                        self._engine.execute(self._name, inside), timeout, log, output
-                    )
+                    ended = await self._execute(inside, timeout, log, output)
             finally:
-                script.unlink()
+                file.unlink()
             if output.marked or ended.status is None:
                 return ended  # also when the program has ended its box: that is its own doing
             if f"{_ABSENT} {token}\n".encode() in output.before:
-                raise FileNotFoundError(
-                    errno.ENOENT, "there is no such program in the container", command[0]
-                )
+                what = "there is no such program in the container"
+                raise FileNotFoundError(errno.ENOENT, what, command[0])
             if self._runs():
                 break
         said = output.before.decode(errors="replace").strip()[-500:]
         raise OSError(
             f"{command[0]} could not be started in the container of {self._spec.name}: {said}"
         )
+
+    async def _revive(self) -> None:
+        """Start the box again if it was stopped, or has ended with its last program."""
+        if self._pid and self._runs():
+            return
+        await self.settle()
+        await _call(self._engine.restart(self._name, self._spec, self._mounts))
+        await self._join()
 
     def _runs(self) -> bool:
         try:
@@ -306,33 +214,42 @@ class EngineBox:
         killed_before = out_of_memory_kills(self._pid)
         folders = [*self._spec.written(), log, *written_folders(self._pid)]
         find = partial(ProcessTable.in_namespace_of, pid=self._pid)
+        stopped: StopReason | None = None
         # Podman writes files into its working folder
         async with start(
             command, cwd=self._folder, env=os.environ, output=output.descriptor
         ) as client:
             ending = asyncio.create_task(client.wait())
             limit = asyncio.create_task(exceeded(self._spec.limits, find, folders))
+            both = (ending, limit)
             try:
-                await asyncio.wait(
-                    [ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-                )
-                if ending.done():
-                    status = ending.result()
-                    killed = status and out_of_memory_kills(self._pid) > killed_before
-                    return Ended(None, "memory") if killed else _as_ended(status)
-                return Ended(None, limit.result() if limit.done() else "timeout")
+                await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if not ending.done():
+                    stopped = limit.result() if limit.done() else "timeout"
             finally:
                 limit.cancel()
                 if not ending.done():
-                    await self.settle()
-                    await wait_for_end(ending)
+                    await self.settle()  # Podman cannot stop a box whose client was killed
+                status = await finished(ending)
+        if stopped is not None:
+            return Ended(None, stopped)
+        if status and out_of_memory_kills(self._pid) > killed_before:
+            return Ended(None, "memory")
+        if 128 < status < 128 + signal.NSIG:
+            return Ended(128 - status)  # engines report a signal as 128 and its number
+        return Ended(status)
 
     async def settle(self) -> None:
         """Kill all processes of the box. The next program starts it again, with its files."""
         if self._pid:
             self._pid = 0
-            await self._running.aclose()
-            await _call_to_end(self._engine.stop(self._name))
+            await self._way_out.aclose()
+            await _call(self._engine.stop(self._name))
+
+
+async def _call(command: Sequence[str]) -> None:
+    """Do what `call` does in a thread, to its end, even when the caller is cancelled meanwhile."""
+    await finished(finished_in(_CALLS, call, command))
 
 
 async def _said_or_ended(descriptor: int, keeper: Supervised) -> None:
@@ -362,14 +279,14 @@ def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str
             raise OSError(
                 f"the environment variable {name!r} has no name that a shell knows: rename it"
             )
-        before = '"${PATH:+$PATH:}"' if name == "PATH" else ""
+        before = ""
+        if name == "PATH":
+            before = '"${PATH:+$PATH:}"'
         lines.append(f"export {name}={before}{shlex.quote(value)}")
     program = shlex.quote(command[0])
-    lines.append(f'command -v {program} >/dev/null || {{ echo "{_ABSENT} $1"; exit 127; }}')
-    lines += [f'echo "{_STARTS} $1"', f"exec {shlex.join(command)}"]
+    lines += [
+        f'command -v {program} >/dev/null || {{ echo "{_ABSENT} $1"; exit 127; }}',
+        f'echo "{_STARTS} $1"',
+        f"exec {shlex.join(command)}",
+    ]
     return "\n".join(lines) + "\n"
-
-
-def _as_ended(status: int) -> Ended:
-    """Return the end of a program: engines report a signal as 128 and its number."""
-    return Ended(128 - status if 128 < status < 128 + signal.NSIG else status)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.rows import printable
-from rolltap.trainer.boxes.engines.box import call
+from rolltap.trainer.boxes.engines.engine import call
 from rolltap.trainer.boxes.supervised import run_supervised
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.tasks.task import Build
@@ -41,12 +41,11 @@ async def build_image(engine: Sequence[str], image: str, build: Build, log: Path
         command, cwd=log.parent, env=os.environ, timeout=build.timeout, log=log
     )
     if ended.status != 0:
-        how = (
-            f"does not end within {build.timeout:g} s"
-            if ended.stopped
-            else f"ends with status {ended.status}"
-        )
-        last = printable(log.read_text(errors="replace").strip().rpartition("\n")[2].strip())
+        how = f"ends with status {ended.status}"
+        if ended.stopped:
+            how = f"does not end within {build.timeout:g} s"
+        output = log.read_text(errors="replace").strip()
+        last = printable(output.rpartition("\n")[2].strip())
         raise InputError(
             f"its image cannot be built: the build of {build.folder} {how}: {last} (see {log})"
         )

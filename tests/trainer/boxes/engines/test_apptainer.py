@@ -17,7 +17,7 @@ from tests.boxes import spec_in
 RECORDER = """#!/bin/bash
 printf '%s\\n' "${*@Q}" >> "$RECORDED"
 case "$1 $2" in
-"instance list") echo '{"instances": [{"instance": "'"$4"'", "pid": '"$INSTANCE_PID"', "img": "", "ip": ""}]}' ;;
+"instance list") echo "{\\"instances\\": $INSTANCES}" ;;
 exec\\ --cleanenv) echo "rolltap starts ${*: -1}"; echo output; exit 7 ;;
 exec*) exit 1 ;;
 esac
@@ -34,7 +34,8 @@ def lines(tmp_path, monkeypatch):
     (programs / "apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORDED", str(tmp_path / "recorded"))
-    monkeypatch.setenv("INSTANCE_PID", str(os.getpid()))
+    instance = {"instance": "s1", "pid": os.getpid(), "img": "", "ip": ""}
+    monkeypatch.setenv("INSTANCES", json.dumps([instance]))
     monkeypatch.setattr(apptainer, "_CONTROL_GROUPS", tmp_path / "absent")
     return lambda: [shlex.split(line) for line in (tmp_path / "recorded").read_text().splitlines()]
 
@@ -101,8 +102,7 @@ async def test_settling_stops_the_instance_and_the_next_program_starts_it(tmp_pa
 
 
 async def test_an_instance_that_does_not_run_is_an_error(tmp_path, lines, monkeypatch):
-    assert ApptainerEngine().pid(json.dumps({"instances": []})) == 0
-    monkeypatch.setenv("INSTANCE_PID", "0")
+    monkeypatch.setenv("INSTANCES", "[]")
     with pytest.raises(OSError, match="s1 has ended by itself"):
         async with ApptainerRuntime().box(make_spec(tmp_path)):
             pass

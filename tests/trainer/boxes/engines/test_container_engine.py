@@ -9,9 +9,11 @@ from itertools import pairwise
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines import container
-from rolltap.trainer.boxes.engines.box import call
-from rolltap.trainer.boxes.engines.container import ContainerEngine, find_engine, root_folder_digest
+from rolltap.trainer.boxes.engines import find
+from rolltap.trainer.boxes.engines.engine import call
+from rolltap.trainer.boxes.engines.find import find_engine
+from rolltap.trainer.boxes.engines.images import copy_from_root_folder, path_digest
+from rolltap.trainer.boxes.engines.podman import ContainerEngine
 from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits
 
@@ -119,7 +121,7 @@ def test_docker_gets_the_narrowed_profile_of_podman_where_both_have_one(
         ("profile", [], False),
         ("no", ["seccomp"], False),
     ):
-        monkeypatch.setattr(container, "_PROFILE", str(tmp_path / path))
+        monkeypatch.setattr(find, "_PROFILE", str(tmp_path / path))
         docker(SecurityOptions=["name=rootless", *options])
         profile = find_engine("docker", ()).seccomp
         assert (profile is not None) is has
@@ -156,27 +158,27 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_the_digest_of_a_root_folder_is_that_of_its_copy_until_it_changes(what, root, tmp_path):
     subprocess.run(["cp", "-a", root, tmp_path / "copy"], check=True)
-    assert root_folder_digest(root) == root_folder_digest(tmp_path / "copy")
-    assert root_folder_digest(root).startswith("sha256:")
+    assert path_digest(str(root)) == path_digest(str(tmp_path / "copy"))
+    assert path_digest(str(root)).startswith("sha256:")
     subprocess.run(["sh", "-c", CHANGES[what]], cwd=root / "testbed", check=True)
-    assert root_folder_digest(root) != root_folder_digest(tmp_path / "copy")
+    assert path_digest(str(root)) != path_digest(str(tmp_path / "copy"))
     with pytest.raises(
         InputError, match="absent is no folder of this machine; an image name does not begin with /"
     ):
-        root_folder_digest(tmp_path / "absent")
+        path_digest(str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize("workdir", ["/absent", "/../outside", "/out", "/testbed/file"])
 def test_a_folder_of_a_root_folder_is_copied_with_its_links_as_they_are_and_nothing_else(
     workdir, root, tmp_path
 ):
-    container.copy_from_root_folder(root, "/testbed", tmp_path / "testbed")
+    copy_from_root_folder(root, "/testbed", tmp_path / "testbed")
     assert (tmp_path / "testbed" / "file").read_text() == "start"
     assert os.readlink(tmp_path / "testbed" / "link") == "/etc/passwd"
     (tmp_path / "outside").mkdir()
     (root / "out").symlink_to(tmp_path / "outside")
     with pytest.raises(InputError, match=f"has no folder {workdir}"):
-        container.copy_from_root_folder(root, workdir, tmp_path / "start")
+        copy_from_root_folder(root, workdir, tmp_path / "start")
 
 
 def test_a_command_that_fails_says_its_own_message():

@@ -17,7 +17,7 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.agent import __main__ as agent
 from rolltap.trainer.boxes.agent.__main__ import PREFIX
-from rolltap.trainer.boxes.engines.container import root_folder_digest
+from rolltap.trainer.boxes.engines.images import path_digest
 from rolltap.trainer.boxes.inside import frames
 from rolltap.trainer.boxes.remote import connection, ssh
 from rolltap.trainer.boxes.remote.ssh import SshBox
@@ -455,7 +455,7 @@ async def test_containers_of_images_that_the_machine_has(podman, machine, tmp_pa
     (root / "programs").mkdir()
     copy_programs(root, "sh", "bash", "cat", "sleep", "tr")
     digest = await asyncio.to_thread(runtime.image_digest, spec.image)
-    assert digest == root_folder_digest(root)
+    assert digest == path_digest(spec.image)
     (root / "src").mkdir()
     (root / "src" / "file").write_text("of the image")
     runtime.copy_out(spec.image, "/src", tmp_path / "start")
