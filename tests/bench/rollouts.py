@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 import rolltap
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts import session, worker
+from rolltap.trainer.rollouts import session
 from rolltap.trainer.rollouts.node import Enter, SessionAttempt
 from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.tasks.task import Task
@@ -156,6 +156,9 @@ FILES = 200
 """Files of the workspace."""
 
 
+run_session = session.run_session
+
+
 async def hold_a_slot(context, attempt, enter) -> Facts:
     """Run a session that keeps its slot until it is judged."""
 
@@ -163,7 +166,7 @@ async def hold_a_slot(context, attempt, enter) -> Facts:
         if phase == "running":
             await enter(phase)
 
-    return await session.run_session(context, attempt, enter_once)
+    return await run_session(context, attempt, enter_once)
 
 
 @contextmanager
@@ -202,7 +205,7 @@ def phases(model: Path, folder: Path, median: float, slots: int, engine: str | N
             if name != "ready 4":
                 stack.enter_context(patch.object(session, "prepare_ahead", lambda job: None))
             if name == "judges hold a slot":
-                stack.enter_context(patch.object(worker, "run_session", hold_a_slot))
+                stack.enter_context(patch.object(session, "run_session", hold_a_slot))
             began = time.monotonic()
             rolltap.rollout(
                 tasks,

@@ -50,14 +50,14 @@ def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
             raise EngineError(
                 f"the engine at {status.url} has a context window of {status.max_model_len} tokens"
             )
-        if warning := status.mismatch(policy):
+        warning = status.mismatch(policy)
+        if warning:
             logger.warning("%s", warning)
     if len({(status.model, status.version) for status in found}) > 1:
-        served = "; ".join(
-            f"{status.url}: {status.version or 'unknown'} of {status.model}" for status in found
-        )
+        served = [f"{each.url}: {each.version or 'unknown'} of {each.model}" for each in found]
         logger.warning(
-            "the engines serve different weights (%s): their sessions are in one group", served
+            "the engines serve different weights (%s): their sessions are in one group",
+            "; ".join(served),
         )
     return ",".join(sorted({status.version or "unknown" for status in found}))
 
@@ -88,16 +88,15 @@ def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str], runtime
             kept = kept_check(task, digests[task.id], runtime).read_text(encoding="utf-8")
             if not json.loads(kept)["passed"]:
                 weak.append(task.id)
-        except (
-            InputError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ):  # a rollout needs no solution
+        except InputError:  # a rollout needs no solution
             unchecked.append(task.id)
-    found = {"not tried with cheats": unchecked, "with findings": weak}
-    told = [f"tasks {how}: {some(ids)}" for how, ids in found.items() if ids]
+        except (OSError, ValueError, LookupError, TypeError):  # nothing is kept, or no answer
+            unchecked.append(task.id)
+    told = []
+    if unchecked:
+        told.append(f"tasks not tried with cheats: {some(unchecked)}")
+    if weak:
+        told.append(f"tasks with findings: {some(weak)}")
     if told:
         logger.warning("%s: run `rolltap tasks check TASKS --runtime %s`", "; ".join(told), runtime)
 
@@ -142,146 +141,165 @@ async def build_images(
     The folder `logs` gets the output of each build. A warning counts the tasks whose image cannot
     be built. Raises `InputError` when these are all.
     """
-    builds = {
-        task.image: task.build
-        for task in tasks
-        if task.image is not None and task.build is not None
-    }
+    builds: dict[str, Build] = {}
+    for task in tasks:
+        if task.image is not None and task.build is not None:
+            builds[task.image] = task.build
     if not builds or not isinstance(runtime, BuildingRuntime):
         return list(tasks)
     places = asyncio.Semaphore(at_once)
     faults: dict[str | None, str] = {}
 
     async def make(image: str, build: Build) -> None:
+        log = logs / f"build-{image.rpartition(':')[2][:16]}.log"
         async with places:
             try:
-                await runtime.build(
-                    image, build, logs / f"build-{image.rpartition(':')[2][:16]}.log"
-                )
+                await runtime.build(image, build, log)
             except (InputError, OSError) as error:
                 faults[image] = str(error)
 
     async with asyncio.TaskGroup() as making:
         for image, build in builds.items():
             making.create_task(make(image, build))
-    refused = [
-        RefusedError(f"{_where(task)}: {faults[task.image]}")
-        for task in tasks
-        if task.image in faults
-    ]
-    return _require_some([task for task in tasks if task.image not in faults], refused)
+    fitting: list[Task] = []
+    refused: list[RefusedError] = []
+    for task in tasks:
+        if task.image in faults:
+            refused.append(RefusedError(f"{_where(task)}: {faults[task.image]}"))
+        else:
+            fitting.append(task)
+    return _require_some(fitting, refused)
 
 
 def _where(task: Task) -> str:
-    return f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
+    where = f"task {task.id!r}"
+    if task.source:
+        where += f" ({task.source})"
+    return where
 
 
 def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
-    where = _where(task)
-    command = [task.instruction] if harness is None else harness.command_for(task.instruction)
+    for why in _refusals(task, runtime, harness):
+        raise RefusedError(f"{_where(task)}{why}")
+    if task.build is not None:
+        return task.model_copy(update={"image": image_of(task.build)})
+    if isinstance(runtime, ImageRuntime):
+        return task
+    return task.model_copy(update={"image": None})
+
+
+def _refusals(task: Task, runtime: Runtime, harness: Harness | None) -> Iterator[str]:
+    """Yield what a task needs and cannot have, as what follows its name in a sentence."""
+    command = [task.instruction]
+    if harness is not None:
+        command = harness.command_for(task.instruction)
     size = max(len(os.fsencode(argument)) for argument in command) + 1
     if size > ARGUMENT_BYTES:
-        raise RefusedError(
-            f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes"
+        yield (
+            f": its instruction makes an argument of {size:,} bytes, and Linux takes"
             f" {ARGUMENT_BYTES:,}: shorten it, or lay its text into the workspace ('files') and let"
             " the instruction name that file"
         )
     judges = list(judges_of(task.effective_judge))
-    _check_paths(task, judges, where)
+    _check_paths(task, judges)
     for judge in judges:
-        if not isinstance(judge, LLMJudge) and (
-            shared := ambiguous(_start_files(task), task, judge)
-        ):
-            raise RefusedError(
-                f"{where}: the judge's command names {shared[0]}, and the instruction does too: is"
-                " it the judge's or the agent's? Say paths: the judge's 'paths' lists what the"
-                " agent is to change"
-            )
-        if isinstance(judge, LLMJudge) or task.workspace is None:
-            continue
-        if computed := computed_makefiles(task.workspace, _start_files(task), judge):
-            raise RefusedError(
-                f"{where}: the judge runs make, and {computed[0]} computes names of targets or"
-                " includes: any new file may decide for it. Say paths: the judge's 'paths' lists"
-                " what the agent is to change"
-            )
+        if not isinstance(judge, LLMJudge):
+            yield from _undecided_files(task, judge)
     if runtime.isolated and not isinstance(runtime, ImageRuntime):
-        _require_room_in_a_sandbox(task, judges, where)
+        yield from _hidden_paths(task, judges)
     own_paths = any(isinstance(judge, CommandJudge) and judge.own_paths for judge in judges)
     if task.needs_network is not None and (runtime.isolated or own_paths):
-        raise RefusedError(
-            f"{where} needs a network: {task.needs_network}. With the runtimes sandbox, container"
-            " and apptainer a session reaches the recorder only, and its judge has no network:"
-            " name the hosts in the judge's 'allow' ('verifier.allowed_hosts' of a Harbor task),"
-            " or build an image that has what is downloaded, name it as the task's image"
+        why = (
+            f" needs a network: {task.needs_network}. With the runtimes sandbox, container and"
+            " apptainer a session reaches the recorder only, and its judge has no network: name the"
+            " hosts in the judge's 'allow' ('verifier.allowed_hosts' of a Harbor task), or build an"
+            " image that has what is downloaded, name it as the task's image"
             " ('environment.docker_image'), and remove the downloads from the task"
-            + ("" if own_paths else ", or use the runtime process")
         )
+        if not own_paths:
+            why += ", or use the runtime process"
+        yield why
     if own_paths and not runtime.isolated:
-        raise RefusedError(
-            f"{where}: its judge needs absolute paths of its own, which the runtime {runtime.name}"
-            " does not have: use the runtime sandbox or container"
+        yield (
+            f": its judge needs absolute paths of its own, which the runtime {runtime.name} does"
+            " not have: use the runtime sandbox or container"
         )
-    if any(
-        isinstance(judge, PytestJudge) and judge.log_parser for judge in judges
-    ) and not find_spec("swebench"):
-        raise RefusedError(
-            f"{where}: its judge's 'log_parser' needs swebench: {install_command('swe')}"
-        )
+    parses = any(isinstance(judge, PytestJudge) and judge.log_parser for judge in judges)
+    if parses and not find_spec("swebench"):
+        yield f": its judge's 'log_parser' needs swebench: {install_command('swe')}"
     if task.build is not None:
         if not isinstance(runtime, BuildingRuntime) or not runtime.builds:
-            file = ", ".join(filter(None, [str(task.build.folder / "Dockerfile"), task.build.why]))
-            raise RefusedError(
-                f"{where}: {file}: this needs an image to be built: use --build with --runtime"
-                " container (in a recipe, build = true), or run `podman build -t NAME"
-                f" {task.build.folder}` and name it as the task's image ('environment.docker_image'"
-                " of a Harbor task)"
-            )
-        return task.model_copy(update={"image": image_of(task.build)})
-    if isinstance(runtime, ImageRuntime):
+            yield _no_build(task.build)
+    elif isinstance(runtime, ImageRuntime):
         if task.image is None:
-            raise RefusedError(
-                f"{where} has no image, and the runtime {runtime.name} needs one: give 'image'"
-            )
-        return task
-    if task.image is None or task.image_optional:
-        return task.model_copy(update={"image": None})
-    raise RefusedError(
-        f"{where} needs the image {task.image}, and the runtime {runtime.name} has no images: use"
-        " the runtime container, or set 'image_optional' if this machine's own programs serve"
+            yield f" has no image, and the runtime {runtime.name} needs one: give 'image'"
+    elif task.image is not None and not task.image_optional:
+        yield (
+            f" needs the image {task.image}, and the runtime {runtime.name} has no images: use the"
+            " runtime container, or set 'image_optional' if this machine's own programs serve"
+        )
+
+
+def _no_build(build: Build) -> str:
+    file = str(build.folder / "Dockerfile")
+    if build.why:
+        file += f", {build.why}"
+    return (
+        f": {file}: this needs an image to be built: use --build with --runtime container (in a"
+        f" recipe, build = true), or run `podman build -t NAME {build.folder}` and name it as the"
+        " task's image ('environment.docker_image' of a Harbor task)"
     )
 
 
-def _require_room_in_a_sandbox(
-    task: Task, judges: Sequence[OneJudge | LLMJudge], where: str
-) -> None:
-    """Refuse a path of the box below the system's folders, which a sandbox shows as this machine
-    has them."""
+def _undecided_files(task: Task, judge: OneJudge) -> Iterator[str]:
+    """Yield files of which nobody says whether they are the judge's or the agent's."""
+    for shared in ambiguous(_start_files(task), task, judge):
+        yield (
+            f": the judge's command names {shared}, and the instruction does too: is it the judge's"
+            " or the agent's? Say paths: the judge's 'paths' lists what the agent is to change"
+        )
+    if task.workspace is None:
+        return
+    for computed in computed_makefiles(task.workspace, _start_files(task), judge):
+        yield (
+            f": the judge runs make, and {computed} computes names of targets or includes: any new"
+            " file may decide for it. Say paths: the judge's 'paths' lists what the agent is to"
+            " change"
+        )
+
+
+def _hidden_paths(task: Task, judges: Sequence[OneJudge | LLMJudge]) -> Iterator[str]:
+    """Yield paths of the box below the system's folders, which a sandbox shows as this machine has
+    them."""
     paths: list[str] = [task.workdir]
     for judge in judges:
         if isinstance(judge, CommandJudge):
             paths += [*judge.mounts, *judge.writable, *judge.reward_files]
     for path in paths:
         if any(Path(path).is_relative_to(top) for top in (*SYSTEM, Path("/etc"))):
-            raise RefusedError(
-                f"{where} has {path} in its box, and a sandbox shows this machine's folder there:"
-                " choose another path, or use the runtime container"
+            yield (
+                f" has {path} in its box, and a sandbox shows this machine's folder there: choose"
+                " another path, or use the runtime container"
             )
 
 
 def _start_files(task: Task) -> Iterator[str]:
     """Yield the files of a start, as far as they are on this machine, relative to the workspace."""
-    for place, root in (("", task.workspace), *task.files.items()):
-        if root is not None and root.is_file():
+    sources = {}
+    if task.workspace is not None:
+        sources[""] = task.workspace
+    sources.update(task.files)
+    for place, source in sources.items():
+        if source.is_file():
             yield place
-        for folder, _, names in os.walk(root or ""):
-            yield from (
-                os.path.normpath(os.path.join(place, os.path.relpath(folder, root), name))
-                for name in names
-            )
+        for folder, _, names in os.walk(source):
+            inside = os.path.join(place, os.path.relpath(folder, source))
+            for name in names:
+                yield os.path.normpath(os.path.join(inside, name))
 
 
-def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) -> None:
+def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge]) -> None:
+    where = _where(task)
     if task.workspace is not None and not task.workspace.is_dir():
         raise InputError(f"{where}: the workspace {task.workspace} is not a folder")
     named: list[tuple[str, Path]] = [("'files'", path) for path in task.files.values()]

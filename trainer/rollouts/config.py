@@ -23,8 +23,12 @@ RUNTIME_SETTINGS = tuple(field.name for field in fields(Settings))
 
 FREE_OPTIONS = frozenset(
     {
-        *("rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"),
-        *("listen_host", "listen_port"),
+        "rolltap_secret_file",
+        "rolltap_engine_key_file",
+        "rolltap_patience",
+        "rolltap_fsync",
+        "listen_host",
+        "listen_port",
     }
 )
 """Options of the recorder that decide no session."""
@@ -50,10 +54,8 @@ class Budget(BaseModel):
     def options(self) -> dict[str, str]:
         """Return the recorder's options (`rolltap_max_calls` and others) of the budgets that are
         set."""
-        return {
-            f"rolltap_max_{name}": str(value)
-            for name, value in self.model_dump(exclude_none=True).items()
-        }
+        given = self.model_dump(exclude_none=True)
+        return {f"rolltap_max_{name}": str(value) for name, value in given.items()}
 
 
 class RolloutConfig(BaseModel):
@@ -160,11 +162,10 @@ class RolloutConfig(BaseModel):
     @model_validator(mode="after")
     def _refuse_two_budgets(self) -> Self:
         for name in Budget.model_fields:
-            if f"rolltap_max_{name}" in self.recorder:
-                raise ValueError(
-                    f"set budget.{name} (--max-{name.replace('_', '-')}) instead of"
-                    f" rolltap_max_{name}"
-                )
+            option = f"rolltap_max_{name}"
+            if option in self.recorder:
+                flag = f"--max-{name.replace('_', '-')}"
+                raise ValueError(f"set budget.{name} ({flag}) instead of {option}")
         return self
 
     def options(self) -> dict[str, str | list[str]]:

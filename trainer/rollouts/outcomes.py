@@ -62,6 +62,8 @@ _STOPPED: dict[StopReason, str] = {
     "processes": "stopped: it had more processes than the limit",
     "disk": "stopped: it wrote more than the limit of its disk",
 }
+_SHOWN: tuple[Phase, ...] = ("preparing", "ready", "running", "judging")
+"""Phases that the progress line counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +100,17 @@ def outcome(ended: Ended, timeout: float, facts: Facts, judged: Judged | None) -
         raise ValueError("a session is judged if and only if it has a completed call and no fault")
     status, how = _ending(ended, timeout)
     if facts.fault is not None:
-        return Outcome(
-            "infrastructure", None, f"{facts.fault} ({how or 'the harness ended with status 0'})"
-        )
+        end = how or "the harness ended with status 0"
+        return Outcome("infrastructure", error=f"{facts.fault} ({end})")
     if facts.budget is not None:
-        status, how = "budget", _joined(facts.budget, how)
+        status = "budget"
+        how = _joined(facts.budget, how)
     if judged is None:
-        return Outcome(
-            status, None, _joined("no model call was completed, so that there is no reward", how)
-        )
+        why = "no model call was completed, so that there is no reward"
+        return Outcome(status, error=_joined(why, how))
     if judged.reward is None:
-        return Outcome(
-            "unjudged", None, _joined(judged.unjudged or "the judge gave no reward", how), status
-        )
+        why = judged.unjudged or "the judge gave no reward"
+        return Outcome("unjudged", error=_joined(why, how), ended=status)
     return Outcome(status, judged.reward, how)
 
 
@@ -120,9 +120,10 @@ def _ending(ended: Ended, timeout: float) -> tuple[SessionStatus, str | None]:
         return "timeout", f"stopped after {timeout:g} s"
     if ended.stopped is not None:
         return "failed", _STOPPED[ended.stopped]
-    if ended.status is None or ended.status < 0:
-        number = "an unknown signal" if ended.status is None else f"signal {-ended.status}"
-        return "failed", f"the harness was ended by {number}"
+    if ended.status is None:
+        return "failed", "the harness was ended by an unknown signal"
+    if ended.status < 0:
+        return "failed", f"the harness was ended by signal {-ended.status}"
     if ended.status:
         return "failed", f"the harness ended with status {ended.status}"
     return "completed", None
@@ -195,14 +196,15 @@ class Tally:
 
     def line(self) -> str:
         """Return the counts, the mean of the rewards, and what is waited for, as one line."""
-        counts = [(number, str(status)) for status, number in self.statuses.most_common()]
-        counts += [(self.unrewarded, "without a reward"), (self.retried, "retried")]
-        counts += [(self.refusals, "events of refused requests")]
-        counts += [
-            (self.phases.get(phase, 0), phase)
-            for phase in ("preparing", "ready", "running", "judging")
-        ]
-        told = ", ".join(f"{number} {what}" for number, what in counts if number)
+        counts: dict[str, int] = dict(self.statuses.most_common())
+        counts["without a reward"] = self.unrewarded
+        counts["retried"] = self.retried
+        counts["events of refused requests"] = self.refusals
+        for phase in _SHOWN:
+            counts[phase] = self.phases.get(phase, 0)
+        told = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+        line = f"{self.done} of {self.total} sessions: {told}"
         rewarded = self.done - self.unrewarded
-        mean = f"; mean reward {self.rewards / rewarded:.3g}" if rewarded else ""
-        return f"{self.done} of {self.total} sessions: {told}{mean}"
+        if rewarded:
+            line += f"; mean reward {self.rewards / rewarded:.3g}"
+        return line

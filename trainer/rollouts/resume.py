@@ -152,7 +152,7 @@ class Recorded:
         attempts."""
         attempts: list[Session] = []
         for place in group.session_ids:
-            attempts += sorted(self._places[place], key=_attempt)
+            attempts += self._attempts(place)
         return attempts
 
     def missing(self, group: Group) -> Group:
@@ -163,13 +163,16 @@ class Recorded:
     def _waiting(self, group: Group, again: Collection[SessionStatus]) -> list[str]:
         ids = []
         for place in group.session_ids:
-            attempts = self.attempts(replace(group, session_ids=[place]))
+            attempts = self._attempts(place)
             if not attempts:
                 ids.append(place)
             elif all(session.status in again for session in attempts):
                 last = SessionName.parse(attempts[-1].session_id)
                 ids.append(str(last.next))
         return ids
+
+    def _attempts(self, place: str) -> list[Session]:
+        return sorted(self._places[place], key=_attempt)
 
 
 def _attempt(session: Session) -> int:

@@ -71,11 +71,10 @@ class Worker:
         out: str | Path,
         runtime: Runtime | None = None,
     ) -> None:
-        if runtime is not None and (unused := config.model_fields_set & set(RUNTIME_SETTINGS)):
-            raise InputError(
-                f"{min(unused)} has no meaning with a runtime that you made: give it to that"
-                " runtime"
-            )
+        unused = config.model_fields_set & set(RUNTIME_SETTINGS)
+        if runtime is not None and unused:
+            own = "a runtime that you made: give it to that runtime"
+            raise InputError(f"{min(unused)} has no meaning with {own}")
         self.config = config
         self.runtime = runtime or config.make_runtime()
         self.harness = harness if isinstance(harness, Harness) else Harness.load(str(harness))
@@ -147,13 +146,10 @@ class Worker:
             context = SessionContext.of(
                 self.config, self.harness, self.runtime, self.recorder, work
             )
-            sessions = load_sessions(self.recorder.path).values()
-            name = self.runtime.name
-            judged = {
-                one.task_digest
-                for one in sessions
-                if one.reward is not None and one.runtime == name
-            }
+            judged = set()
+            for session in load_sessions(self.recorder.path).values():
+                if session.reward is not None and session.runtime == self.runtime.name:
+                    judged.add(session.task_digest)
             self.context = replace(context, judged=judged)
             self._cleanup = stack.pop_all()
         return self
@@ -260,9 +256,12 @@ class Worker:
         `policy_version` is the version of sessions without a sampled token. Raises as
         `GroupRunner`. It may be called again, in another event loop too.
         """
+        sessions: list[Session] = []
         async with self.runner(advance) as runner:
             results = [await runner.submit(group, policy_version) for group in groups]
-            return [session for result in results for session in await result]
+            for result in results:
+                sessions += await result
+        return sessions
 
 
 async def roll_out(
@@ -274,30 +273,32 @@ async def roll_out(
     on stderr what is resumed; `progress` shows this and a progress bar. Raises as
     `rolltap.rollout`.
     """
-    config, recorder = worker.config, worker.recorder
+    run = worker.recorder.path
     fitting = await asyncio.to_thread(worker.fit, tasks)
     console = plain_console(quiet=not progress)
     weights = await asyncio.to_thread(worker.weights, console.print)
     async with worker:
-        weights = f"{weights},{PolicyFile(recorder.path).read().version}"
+        weights = f"{weights},{PolicyFile(run).read().version}"
         if any(task.build for task in fitting):
-            console.print(f"building the images of tasks; {recorder.path / 'logs'} has the output")
+            console.print(f"building the images of tasks; {run / 'logs'} has the output")
         fitting = await worker.build(fitting)
-        sessions = SessionTable(recorder.path)
+        sessions = SessionTable(run)
         recorded = Recorded(sessions.refresh().values())
         keys = await worker.keys(fitting, weights)
         await asyncio.to_thread(warn_of_unchecked, fitting, worker.digests, worker.runtime.name)
-        groups = [
-            recorded.group(task, key, config.sessions, further=new_groups)
-            for task, key in zip(fitting, keys, strict=True)
-        ]
+        groups = []
+        for task, key in zip(fitting, keys, strict=True):
+            groups.append(recorded.group(task, key, worker.config.sessions, further=new_groups))
         missing = [recorded.missing(group) for group in groups]
-        for line in resume_lines(recorder.path, recorded, groups, missing, further=new_groups):
+        for line in resume_lines(run, recorded, groups, missing, further=new_groups):
             console.print(line)
         with watched(worker.silent, console) as advance:
             await worker.run(missing, advance=advance)
     ended = Recorded(sessions.refresh().values())
-    return tuple(session.session_id for group in groups for session in ended.attempts(group))
+    ids: list[str] = []
+    for group in groups:
+        ids += [session.session_id for session in ended.attempts(group)]
+    return tuple(ids)
 
 
 def given_tasks(
@@ -311,16 +312,14 @@ def given_tasks(
         raise InputError("tasks is one task: give a list")
     if not tasks:
         raise InputError("the list of tasks is empty")
-    if wrong := [task for task in tasks if not isinstance(task, Task)]:
-        raise InputError(
-            f"a task is {reprlib.repr(wrong[0])}: give rolltap.Task objects, or the path of a task"
-            " file"
-        )
+    for task in tasks:
+        if not isinstance(task, Task):
+            fix = "give rolltap.Task objects, or the path of a task file"
+            raise InputError(f"a task is {reprlib.repr(task)}: {fix}")
     for name, number in Counter(task.id for task in tasks).items():
         if number > 1:
-            raise InputError(
-                f"{number} tasks have the id {name!r}: give each task an id of its own"
-            )
+            fix = "give each task an id of its own"
+            raise InputError(f"{number} tasks have the id {name!r}: {fix}")
     return list(tasks)
 
 
@@ -339,15 +338,14 @@ async def keys_of(
         async with places:
             return key_parts(await key_values(task, context, weights))
 
-    keys = await asyncio.gather(
-        *map(key, tasks), return_exceptions=True
-    )  # none of them runs on after an error
-    found = []
-    for each in keys:
+    # none of them runs on after an error
+    found = await asyncio.gather(*map(key, tasks), return_exceptions=True)
+    keys = []
+    for each in found:
         if isinstance(each, BaseException):
             raise each
-        found.append(each)
-    return found
+        keys.append(each)
+    return keys
 
 
 async def key_values(task: Task, context: SessionContext, weights: str) -> dict[str, object]:
@@ -360,14 +358,11 @@ async def key_values(task: Task, context: SessionContext, weights: str) -> dict[
     try:
         known = await context.provenances.of(task.image)
     except InputError:
-        known = Provenance(
-            harness_version="",
-            program_digest="",
-            preset_digest=context.harness.digest(),
-            image_digest="",
-        )
+        known = Provenance(preset_digest=context.harness.digest())
     model = Path(context.recorder.model)
-    return {
+    if model.exists():
+        model = model.resolve()
+    values: dict[str, object] = {
         "task": digest,
         "harness": known.preset_digest,
         "harness_version": known.harness_version,
@@ -375,11 +370,10 @@ async def key_values(task: Task, context: SessionContext, weights: str) -> dict[
         "image": known.image_digest,
         "runtime": context.runtime.name,
         "timeout": task.timeout or context.config.timeout,
-        "model": str(model.resolve() if model.exists() else model),
+        "model": str(model),
         "weights": weights,
-        **{
-            name: value
-            for name, value in context.config.options().items()
-            if name not in FREE_OPTIONS
-        },
     }
+    for name, value in context.config.options().items():
+        if name not in FREE_OPTIONS:
+            values[name] = value
+    return values

@@ -23,7 +23,7 @@ from typing import Any
 import rolltap
 from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec
-from rolltap.trainer.rollouts import runner, worker
+from rolltap.trainer.rollouts import runner, session
 from tests.boxes import wait_until_dead
 from tests.conftest import free_port
 from tests.scripted_engine import Reply, Say, ScriptedEngine
@@ -62,13 +62,13 @@ class BadDay(ProcessRuntime):
 
 
 def roll_out(engine: str, model: str, out: str) -> None:
-    run_session = worker.run_session
+    run_session = session.run_session
 
     async def named(context: Any, attempt: Any, enter: Any) -> Any:
         _current.set(attempt.session_id)
         return await run_session(context, attempt, enter)
 
-    worker.run_session = named
+    session.run_session = named
     runner.PAUSE_SECONDS = 0.0
     rolltap.rollout(
         [

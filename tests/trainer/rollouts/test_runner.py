@@ -13,7 +13,7 @@ from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.rollouts import runner as runner_module
-from rolltap.trainer.rollouts import worker
+from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.node import NodeLostError
 from rolltap.trainer.rollouts.preparation import Starts
@@ -346,7 +346,7 @@ class TestWithoutPrograms:
     @pytest.fixture
     def played(self, monkeypatch):
         played = Played()
-        monkeypatch.setattr(worker, "run_session", played.run_session)
+        monkeypatch.setattr(session_module, "run_session", played.run_session)
         return played
 
     @pytest.fixture
@@ -524,7 +524,7 @@ class TestWithoutPrograms:
             has_outcome.set()
             await asyncio.Event().wait()  # as the end of its row
 
-        monkeypatch.setattr(worker, "run_session", run_session)
+        monkeypatch.setattr(session_module, "run_session", run_session)
         async with open_runner(give_up_after=1) as running:
             result = await running.submit(self.group("a", 0))
             await has_outcome.wait()
