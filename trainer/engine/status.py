@@ -1,5 +1,5 @@
-"""What engines serve: one engine in one line, all of them for a run, and an engine's way back to
-its base weights."""
+"""Status of engines: what one serves, in one line, what all of them serve for a run, and the way
+back to the base weights."""
 
 import os
 import socket

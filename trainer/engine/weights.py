@@ -7,7 +7,8 @@ have names, folders, and a policy file that tells the recorder of them.
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -226,13 +227,15 @@ def base_version(version: str) -> str:
     return str(Version(parsed.run, 0, parsed.attempt))
 
 
-def save(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a hidden folder, then rename it to `target`. Raises `RunError`."""
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a hidden folder to write to. It replaces `target` when the block ends. Raises
+    `RunError` for an `OSError` of the block too."""
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write(partial)
+        yield partial
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except OSError as error:

@@ -78,7 +78,7 @@ class Entry:
     """Its row; None when only calls were recorded so far."""
     row_changes: int = 0
     row_counts: RowCounts | None = None
-    """Those when its calls were read; None before. When others are found, they are read again."""
+    """Counts when its calls were read; None before. With other counts they are read again."""
     digest: SessionDigest | None = None
     """None also when its calls cannot be read: `fault` says why."""
     fault: str = ""

@@ -309,7 +309,8 @@ from rolltap.trainer.models.saving import save_weights
 from tests.trainer.training.step.tiny import tiny_model
 base, folder = map(Path, sys.argv[1:])
 try:
-    weights.save(folder / "policy", lambda part: save_weights(tiny_model(), part, base))
+    with weights.new_folder(folder / "policy") as part:
+        save_weights(tiny_model(), part, base)
 except RunError as error:
     print(error)
 """
