@@ -127,9 +127,10 @@ def _copied(module: nn.Module) -> nn.Module:
 def _gathered(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights of a model whole, by name, as they are if they are not sharded."""
     sharded = [name for name, weight in weights.items() if isinstance(weight, DTensor)]
-    if not sharded:
-        return weights
-    return weights | dict(zip(sharded, model.gather_weights(sharded), strict=True))
+    gathered = dict(weights)
+    if sharded:
+        gathered.update(zip(sharded, model.gather_weights(sharded), strict=True))
+    return gathered
 
 
 PREFIX = "base_model.model."
@@ -143,7 +144,10 @@ def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
     for name, weight in inner.state_dict().items():
         if _is_of_adapter(name):
             own[name] = weight
-    return {f"{PREFIX}{name}": weight for name, weight in _gathered(inner, own).items()}
+    found = {}
+    for name, weight in _gathered(inner, own).items():
+        found[PREFIX + name] = weight
+    return found
 
 
 def merge_again(model: nn.Module) -> int:

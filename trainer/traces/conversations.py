@@ -70,8 +70,9 @@ def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
     then incomplete as well.
     """
     known = {call.call_id: call for call in calls}
+    parents = {call_id: call.parent_id for call_id, call in known.items()}
     rebuilt: dict[str, CallConversation] = {}
-    for call_id, parent_id in parents_first({call.call_id: call.parent_id for call in calls}):
+    for call_id, parent_id in parents_first(parents):
         call = known[call_id]
         messages = call.parsed_messages
         tools = call.parsed_tools
@@ -79,7 +80,8 @@ def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
         incomplete = None
         if parent_id is not None:
             parent = rebuilt[parent_id]
-            tools = tools if call.tools is not None else parent.tools
+            if call.tools is None:
+                tools = parent.tools
             incomplete = parent.incomplete
             if parent.reply is None:
                 incomplete = f"its parent {parent_id} has no reply"
@@ -124,7 +126,8 @@ def _argument_text(arguments: Any) -> str:
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
-    changed = {key: value for key, value in message.items() if key != "call_id"}
+    changed = dict(message)
+    changed.pop("call_id", None)
     if message.get("tool_calls"):
         changed["tool_calls"] = []
         for call in message["tool_calls"]:

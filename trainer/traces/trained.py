@@ -74,9 +74,14 @@ class TrainedSession:
 
     def to_json(self) -> dict[str, Any]:
         """Return the session's numbers as JSON values."""
-        names = ("step", "version", "advantage", "reason", "trained")
-        shown = {name: getattr(self, name) for name in names}
-        return {**shown, "left_out": self.ledger.left_out}
+        return {
+            "step": self.step,
+            "version": self.version,
+            "advantage": self.advantage,
+            "reason": self.reason,
+            "trained": self.trained,
+            "left_out": self.ledger.left_out,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,13 @@ class StepAccount:
         for session_id, account in self.batch.accounts.items():
             ledger = account.ledger
             total += ledger
+            left_out: list[dict[str, Any]] = []
+            trained: list[dict[str, Any]] = []
+            for span in account.spans:
+                spans = left_out
+                if span.reason is None:
+                    spans = trained
+                spans.append(asdict(span))
             row: dict[str, Any] = {
                 "step": step,
                 "version": version,
@@ -115,8 +127,8 @@ class StepAccount:
                 "reason": account.reason,
                 "sampled": ledger.sampled,
                 "trained": ledger.trained,
-                "left_out": [asdict(span) for span in account.spans if span.reason is not None],
-                "spans": [asdict(span) for span in account.spans if span.reason is None],
+                "left_out": left_out,
+                "spans": trained,
             }
             own = values.get(session_id)
             if own is not None:

@@ -67,8 +67,9 @@ def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
             done = end
             parent = first_call.get(hashed.digest(), parent)
         if recorded is not None and parent is not None:
-            same = hashes[recorded].digest() == hashes[parent].digest()
-            parent = recorded if same else parent
+            is_same = hashes[recorded].digest() == hashes[parent].digest()
+            if is_same:
+                parent = recorded
         parents.append(parent)
         hashed.update(packed[done:])
         siblings[parent, hashed.digest()].append(number)
@@ -107,8 +108,9 @@ def parents_first(parents: Mapping[str, str | None]) -> list[tuple[str, str | No
     """
     children: defaultdict[str | None, list[str]] = defaultdict(list)
     for call_id, parent_id in parents.items():
-        known = parent_id if parent_id in parents else None
-        children[known].append(call_id)
+        if parent_id not in parents:
+            parent_id = None
+        children[parent_id].append(call_id)
     ordered: dict[str, str | None] = dict.fromkeys(children[None])
     waiting = list(ordered)
     for call_id in waiting:  # breadth first: the loop appends to the list it iterates over
