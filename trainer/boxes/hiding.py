@@ -31,28 +31,33 @@ class HidingRuntime:
     def hide(self, paths: Iterable[Path]) -> None:
         """Hide files and folders, which may not exist yet, in boxes that are made from now on.
         Earlier ones stay so."""
-        self._hidden = sorted(
-            {*self._hidden, *(os.path.join(path.resolve(), "") for path in paths)}
-        )
+        hidden = set(self._hidden)
+        for path in paths:
+            hidden.add(_with_separator(path))
+        self._hidden = sorted(hidden)
 
     def show(self, program: str, files: Iterable[Path] = ()) -> None:
         """See `Runtime.show`. A sandbox shows no folder that nobody named."""
         self.programs.add(program)
-        self.tools += [file for file in files if file not in self.tools]
+        for file in files:
+            if file not in self.tools:
+                self.tools.append(file)
 
     def hidden_in(self, tools: Iterable[Path]) -> list[Path]:
         """Return where hidden files and folders are below tool folders, as a box sees them, if they
         exist."""
-        found: list[Path] = []
+        found: dict[Path, None] = {}
         for tool in tools:
-            place = os.path.join(tool.resolve(), "")
-            for index in range(bisect_left(self._hidden, place), len(self._hidden)):
-                text = self._hidden[index]
-                if not text.startswith(place):
+            place = _with_separator(tool)
+            index = bisect_left(self._hidden, place)
+            while index < len(self._hidden):
+                hidden = self._hidden[index]
+                index += 1
+                if not hidden.startswith(place):
                     break
-                if Path(text).exists():
-                    found.append(tool / text[len(place) :])
-        return list(dict.fromkeys(found))
+                if os.path.exists(hidden):
+                    found[tool / hidden.removeprefix(place)] = None
+        return list(found)
 
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
         """Return what a box with `command` shows and hides of this machine: see `layered`.
@@ -65,31 +70,39 @@ class HidingRuntime:
         return layered(self.tools, self.hidden_in(self.tools))
 
 
-def layered(shown: Iterable[Path], hidden: Sequence[Path]) -> dict[Path, bool]:
+def _with_separator(path: Path) -> str:
+    return os.path.join(path.resolve(), "")
+
+
+def layered(shown: Iterable[Path], hidden: Iterable[Path]) -> dict[Path, bool]:
     """Return the paths that a box has to mount, outer ones first: True for what it shows, False for
     what is empty.
 
     The path nearest above a file counts, and without one the file is not seen. Raises `InputError`
     for a path that is both shown and hidden.
     """
-    wanted, found = dict.fromkeys(shown, True), dict[Path, bool]()
-    if both := [path for path in hidden if path in wanted]:
-        raise InputError(
-            f"a session needs {both[0]}, and must not see it: it is of a run, a task, or your home:"
-            " install the program in a folder of its own, or name narrower tool folders"
-        )
-    wanted |= dict.fromkeys(hidden, False)
+    wanted = dict.fromkeys(shown, True)
+    for path in hidden:
+        if wanted.get(path):
+            raise InputError(
+                f"a session needs {path}, and must not see it: it is of a run, a task, or your"
+                " home: install the program in a folder of its own, or name narrower tool folders"
+            )
+        wanted[path] = False
+    layers: dict[Path, bool] = {}
     for path in sorted(wanted):
-        if wanted[path] != bool(nearest(path.parent, found)[1]):
-            found[path] = wanted[path]
-    return found
+        is_seen = bool(nearest(path.parent, layers)[1])
+        if wanted[path] != is_seen:
+            layers[path] = wanted[path]
+    return layers
 
 
 def nearest(path: Path, layers: Mapping[Path, bool]) -> tuple[Path, bool | None]:
     """Return the layer at or above a path, and whether it shows the path; None without a layer."""
-    return next(
-        ((top, layers[top]) for top in (path, *path.parents) if top in layers), (path, None)
-    )
+    for top in (path, *path.parents):
+        if top in layers:
+            return top, layers[top]
+    return path, None
 
 
 def private_paths(
@@ -105,29 +118,31 @@ def private_paths(
     # a machine that only has boxes lacks what reads runs
     from rolltap.addons.store.metadata import RUN_FILE
 
-    places = [
-        run.absolute().parent,
-        *(folder for tool in tools for folder in (tool, *tool.glob("*/"))),
-    ]
-    runs = [file.parent for place in places for file in place.glob(f"*/{RUN_FILE}")]
-    found = [run, *runs, *files, Path.home(), Path(tempfile.gettempdir())]
+    places = [run.absolute().parent]
+    for tool in tools:
+        places += [tool, *tool.glob("*/")]
+    found = [run]
+    for place in places:
+        found += [file.parent for file in place.glob(f"*/{RUN_FILE}")]
+    found += [*files, Path.home(), Path(tempfile.gettempdir())]
     for task in tasks:
         found += _paths(task.model_dump(exclude={"image"}))
-        found += [Path(_ROW.sub("", task.source))] if task.source else []
+        if task.source:
+            found.append(Path(_ROW.sub("", task.source)))
     return list(dict.fromkeys(map(Path.absolute, found)))
 
 
 def _paths(value: object) -> list[Path]:
+    """Return the paths in a value, at every depth."""
     if isinstance(value, Path):
         return [value]
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return [path for part in parts for path in _paths(part)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    found = []
+    if isinstance(value, list | tuple):
+        for part in value:
+            found += _paths(part)
+    return found
 
 
 def require_narrow(folder: Path, private: Path) -> None:

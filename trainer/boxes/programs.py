@@ -37,20 +37,25 @@ def tool_folders(program: str, path: str) -> tuple[Path, ...]:
     found = shutil.which(program, path=path)
     if found is None or not os.path.isabs(found):
         return ()
-    needed: list[Path] = []
     start = Path(os.path.abspath(found))
-    for file in dict.fromkeys([*_links(start), start.resolve()]):
+    needed: list[Path] = []
+    for file in (*_links(start), start.resolve()):
         needed += _installation(file)
-    needed += [part for name in _interpreter(start) for part in tool_folders(name, path)]
+    interpreter = _interpreter(start)
+    if interpreter is not None:
+        needed += tool_folders(interpreter, path)
     return tuple(dict.fromkeys(needed))
 
 
 def projects_around(tools: Iterable[Path]) -> list[Path]:
     """Return the folders of the system that surround the environments among tools: no program's,
     but a project's."""
-    paths = [tool.parents for tool in tools if tool.name == "pyvenv.cfg" and _is_of_system(tool)]
-    around = [[path for path in each if path.name not in _OF_MANY] for each in paths]
-    return [own[-1] for own in around if own]
+    around = []
+    for tool in tools:
+        if tool.name == "pyvenv.cfg" and _is_of_system(tool):
+            own = [folder for folder in tool.parents if folder.name not in _OF_MANY]
+            around += own[-1:]
+    return around
 
 
 def _is_of_system(path: Path) -> bool:
@@ -69,27 +74,35 @@ def _links(path: Path) -> Iterator[Path]:
 def _installation(file: Path) -> list[Path]:
     """Return the smallest known installation of a program: its own entries, as the folder around
     may be a project's."""
-    parts, prefix = file.parts, file.parent.parent
-    if file.parent.name == "bin" and (prefix / "pyvenv.cfg").is_file():
-        return [*_entries(prefix, _ENVIRONMENT), *_base_python(prefix / "pyvenv.cfg")]
+    parts = file.parts
+    folder = file.parent
+    prefix = folder.parent
+    settings = prefix / "pyvenv.cfg"
+    if folder.name == "bin" and settings.is_file():
+        return [*_entries(prefix, _ENVIRONMENT), *_base_python(settings)]
     if _is_of_system(file):
         return []
     if "node_modules" in parts:
-        return [Path(*parts[: parts.index("node_modules") + 1])]
+        depth = parts.index("node_modules")
+        return [Path(*parts[: depth + 1])]
     if parts[1] == "nix" and len(parts) > 4:  # /nix/store/NAME
         return [Path(*parts[:3])]
-    if file.parent.name == "shims" and _entries(prefix, ("versions", "installs")):
+    if folder.name == "shims" and _entries(prefix, ("versions", "installs")):
         return _entries(prefix, _SHIMS)
     libraries = _entries(prefix, ("lib/python3*", "lib/node_modules"))
-    if file.parent.name != "bin" or not (libraries or parts[1] == "opt"):
+    if folder.name != "bin" or not (libraries or parts[1] == "opt"):
         return [file]
-    # programs of one user share ~/.local with other things
-    personal = prefix == Path.home() or prefix.name == ".local"
-    return [file, *libraries] if personal else _entries(prefix, _PREFIX)
+    if prefix == Path.home() or prefix.name == ".local":
+        # programs of one user share the folder with other things
+        return [file, *libraries]
+    return _entries(prefix, _PREFIX)
 
 
 def _entries(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    return [entry for pattern in patterns for entry in folder.glob(pattern)]
+    found: list[Path] = []
+    for pattern in patterns:
+        found += folder.glob(pattern)
+    return found
 
 
 def _base_python(settings: Path) -> list[Path]:
@@ -97,22 +110,18 @@ def _base_python(settings: Path) -> list[Path]:
     for line in settings.read_text(errors="replace").splitlines():
         key, _, value = line.partition("=")
         if key.strip() == "home":
-            base = Path(value.strip()) / "python3"
-            return [
-                part
-                for file in dict.fromkeys([base, base.resolve()])
-                for part in _installation(file)
-            ]
+            base = Path(value.strip(), "python3")
+            return [*_installation(base), *_installation(base.resolve())]
     return []
 
 
-def _interpreter(file: Path) -> list[str]:
-    """Return the programs that the first line of a script names."""
+def _interpreter(file: Path) -> str | None:
+    """Return the program that the first line of a script names."""
     with file.open("rb") as script:
         first = script.read(_SHEBANG_BYTES).split(b"\n")[0].decode(errors="replace")
     if not first.startswith("#!"):
-        return []
+        return None
     words = first[2:].split()
     if words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
-    return words[:1]
+    return next(iter(words), None)
