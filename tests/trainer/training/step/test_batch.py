@@ -72,6 +72,7 @@ class TestSignal:
     def test_rewards_that_differ_by_rounding_are_equal(self):
         assert 0.3 != 0.1 + 0.2
         assert not rewards_differ([0.3, 0.1 + 0.2])
+        assert not rewards_differ([0.0, 1e-7])
         assert rewards_differ([0.3, 0.1 + 0.2, 0.3 + 1e-5])
 
     def test_tokens_of_equal_rewards_and_of_a_session_alone_are_left_out_by_name_and_their_rewards_stay(

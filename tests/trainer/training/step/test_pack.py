@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,16 @@ def test_no_shared_token_and_no_shared_pair_is_there_twice(sessions):
     else:
         # a process without tokens takes part in collective operations
         assert (pack.tokens, pack.labels.tolist()) == (2, [[-100]])
+
+
+@pytest.mark.parametrize("aside", [7, 9], ids=["first", "last"])
+def test_the_ancestors_of_a_token_lie_in_few_stretches_because_the_largest_child_comes_first(aside):
+    rows = [make_row([8] * length + [aside, 8], [length + 1]) for length in range(1, 64)]
+    pack = Pack([[*rows, make_row([8] * 65, [64])]])
+    follows = pack.above == np.arange(-1, pack.tokens - 1)
+    for token in range(pack.tokens):
+        stretches = 1 + sum(not follows[at] for at in path(pack, token)[1:])
+        assert stretches <= 1 + math.log2(pack.tokens)
 
 
 @given(many_sessions())
