@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
@@ -53,12 +52,20 @@ class _SubmittedGroup:
 
 @dataclass(slots=True)
 class _Running:
-    """An attempt that is on a node. `slot` is set when it has the slot that it waits for."""
+    """An attempt that is on a node."""
 
     attempt: SessionAttempt
     node: Node
     task: asyncio.Task[None]
+    begun: bool = False
+    """True when its task has made its first step."""
     slot: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has the slot that it waits for."""
+
+    def stop(self) -> None:
+        """Stop the attempt. Before its first step nothing is to be done: it is unwanted then."""
+        if self.begun:
+            self.task.cancel()
 
 
 class GroupRunner:
@@ -131,7 +138,9 @@ class GroupRunner:
                 self._closed.clear()
                 await self._closed.wait()
         except asyncio.CancelledError as error:
-            kind, value, traceback = type(error), error, error.__traceback__
+            kind = type(error)
+            value = error
+            traceback = error.__traceback__
         self._over = True
         try:
             await self._tasks.__aexit__(kind, value, traceback)
@@ -161,7 +170,7 @@ class GroupRunner:
         for running in self._running.values():
             if running.node is node:
                 running.attempt.why_stopped = str(why)
-                running.task.cancel()
+                running.stop()
         if self._lost is not None:
             self._lost(node, why)
         elif not self._nodes and not self._over:
@@ -238,11 +247,10 @@ class GroupRunner:
         """Return session -> version of its first call, for each that runs and has recorded one."""
         versions = {}
         for session_id, running in self._running.items():
-            version = None
             if self._queue.is_running(session_id):
                 version = running.node.first_version(session_id)
-            if version is not None:
-                versions[session_id] = version
+                if version is not None:
+                    versions[session_id] = version
         return versions
 
     @property
@@ -294,7 +302,7 @@ class GroupRunner:
             running = self._running[action.session_id]
             if time.monotonic() >= group.deadline:
                 running.attempt.why_stopped = "the deadline of its group had passed"
-            running.task.cancel()
+            running.stop()
         else:
             self._running[action.session_id].slot.set()
 
@@ -316,49 +324,34 @@ class GroupRunner:
         submitted.running[session_id] = attempt
         task = self._tasks.create_task(self._run(attempt, submitted, node))
         self._running[session_id] = _Running(attempt, node, task)
-        task.add_done_callback(partial(self._end_unbegun, submitted, attempt, node))
-
-    def _end_unbegun(
-        self,
-        submitted: _SubmittedGroup,
-        attempt: SessionAttempt,
-        node: Node,
-        _task: asyncio.Task[None],
-    ) -> None:
-        """End a session whose task was cancelled before its first step, so that none of its code
-        ran."""
-        if submitted.running.get(attempt.session_id) is not attempt:
-            return
-        del submitted.running[attempt.session_id]
-        del self._running[attempt.session_id]
-        self._note_end(submitted, attempt, node, None)
-        self._go_on()
 
     async def _run(self, attempt: SessionAttempt, submitted: _SubmittedGroup, node: Node) -> None:
         session_id = attempt.session_id
+        running = self._running[session_id]
+        running.begun = True
         judged_from = math.inf
 
         async def enter(phase: Literal["running", "judging"]) -> None:
             nonlocal judged_from
-            slot = asyncio.Event()
-            self._running[session_id].slot = slot
+            running.slot = asyncio.Event()
             if phase == "running":
                 self._queue.prepared(session_id)
             else:
                 self._queue.ran(session_id)
             self._go_on()
-            await slot.wait()
+            await running.slot.wait()
             if phase == "judging":
                 judged_from = time.monotonic()
 
         facts: Facts | None = None
         failure: Exception | None = None
         try:
-            facts = await node.run(attempt, enter)
-            if facts.unreadable is not None:
+            if not self._is_unwanted(session_id, node):
+                facts = await node.run(attempt, enter)
+            if facts is not None and facts.unreadable is not None:
                 raise UnreadableModelError(facts.unreadable)
         except asyncio.CancelledError:
-            if self._over or not (self._is_lost(node) or self._queue.is_stopped(session_id)):
+            if self._over or not self._is_unwanted(session_id, node):
                 raise
         except UnreadableModelError:
             self._over = True
@@ -380,6 +373,9 @@ class GroupRunner:
         if facts is not None:
             await self._consider_giving_up(submitted, attempt, node)
         self._go_on()
+
+    def _is_unwanted(self, session_id: str, node: Node) -> bool:
+        return self._is_lost(node) or self._queue.is_stopped(session_id)
 
     def _is_lost(self, node: Node) -> bool:
         return self._nodes.get(node.name) is not node
