@@ -9,9 +9,9 @@ from typing import Any
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.engines.apptainer import ApptainerRuntime
 from rolltap.trainer.boxes.engines.container import ContainerRuntime
-from rolltap.trainer.boxes.harbor import HarborRuntime, read_environment
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.remote.connection import Machine
+from rolltap.trainer.boxes.remote.harbor import HarborRuntime, read_environment
 from rolltap.trainer.boxes.remote.ssh import SshImageRuntime, SshRuntime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime

@@ -5,7 +5,6 @@ Their output goes through a pipe, which a thread of this process reads into a fi
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import select
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -24,7 +23,7 @@ from typing import IO, Any, TypeVar
 from rolltap.addons.concurrency import finished_in
 from rolltap.trainer.boxes.runtime import Ended, StopReason
 from rolltap.trainer.boxes.watch import ProcessTable, choose_cores, exceeded, rlimits
-from rolltap.trainer.concurrency import run_to_end, wait_for_end
+from rolltap.trainer.concurrency import finished, run_to_end
 from rolltap.trainer.tasks.task import Limits
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ class Output:
                 # a program that floods its output takes no core of this process
                 time.sleep(_PAUSE_SECONDS)
         os.set_blocking(self._read, False)
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             for _ in range(_PIPE_BYTES // _CHUNK):
                 self._take(os.read(self._read, _CHUNK))
 
@@ -124,7 +123,7 @@ def _close_to_readers(descriptor: int) -> None:
     it to.
     """
     os.fchmod(descriptor, _WRITE_ONLY)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.fchown(descriptor, _NOBODY, _NOBODY)
 
 
@@ -238,7 +237,7 @@ class Supervised:
 
     def terminate(self) -> None:
         """Send SIGTERM to the program's process group. Does not wait."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._control.send(b"T")
 
     def close(self) -> None:
@@ -295,8 +294,7 @@ async def start(command: Sequence[str], **how: Any) -> AsyncIterator[Supervised]
     finally:
         for program in started:  # also one that a cancelled start still made
             program.close()
-            if await wait_for_end(asyncio.ensure_future(program.wait())):
-                raise asyncio.CancelledError
+            await finished(program.wait())
 
 
 async def run_supervised(

@@ -6,7 +6,6 @@ together.
 """
 
 import asyncio
-import contextlib
 import math
 import os
 import random
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,11 @@ def descendants(pid: int) -> list[psutil.Process]:
 def end_program(pid: int, grace: float = 5.0) -> None:
     """End the program of process `pid` and its descendants: SIGTERM, then SIGKILL after `grace`
     seconds."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess):
         running = [psutil.Process(pid), *descendants(pid)]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in running:
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
             psutil.wait_procs(running, timeout=grace)
 
@@ -184,7 +184,7 @@ def _find_now(find: Find) -> list[psutil.Process]:
 
 
 def _pid_namespace(pid: int) -> str | None:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/pid")
     return None
 
@@ -192,7 +192,7 @@ def _pid_namespace(pid: int) -> str | None:
 def written_folders(pid: int) -> list[Path]:
     """Return the folder of this machine that holds what is written to the root of process `pid`: of
     an overlay only."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
             fields, _, source = line.partition(" - ")
             if fields.split()[4] == "/":
@@ -207,13 +207,13 @@ def out_of_memory_kills(pid: int) -> int:
     See `memory.oom_control` of control groups of version 1, `memory.events` of version 2.
     """
     kills = 0
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             file = _CONTROL_GROUPS / path.lstrip("/") / "memory.events"
             if "memory" in controllers.split(","):
                 file = _CONTROL_GROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 for number in _KILLS.findall(file.read_text()):
                     kills += int(number)
     return kills
@@ -278,7 +278,7 @@ def _processes_over(limits: Limits, find: FindNow, nameless: "Nameless") -> Stop
 def _sum(processes: Sequence[psutil.Process], read: Callable[[psutil.Process], int]) -> int:
     total = 0
     for process in processes:
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             total += read(process)
     return total
 
@@ -336,9 +336,9 @@ class Nameless:
         self.on_disk = on_disk
 
     def _count(self, process: psutil.Process) -> None:
-        with contextlib.suppress(OSError), os.scandir(f"/proc/{process.pid}/fd") as descriptors:
+        with suppress(OSError), os.scandir(f"/proc/{process.pid}/fd") as descriptors:
             for descriptor in descriptors:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     status = os.stat(descriptor.path)
                     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 0:
                         continue

@@ -5,16 +5,17 @@ its folder and without following links, and only files, folders and links are wr
 of `tarfile` are not enough for this (CVE-2025-4517).
 """
 
-import contextlib
 import filecmp
 import os
 import shutil
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Self, cast
+from typing import IO, NamedTuple, Self, cast
 
 MAX_ENTRIES = 1_000_000
 """Files, folders and links of one folder. A judge takes fewer."""
@@ -31,8 +32,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = str | os.PathLike[str]
 
-Stamp = tuple[int, int, int, int]
-"""Inode, size, ctime in ns, and mode. A program without rights cannot set a ctime."""
+
+class Stamp(NamedTuple):
+    """Differs after a change: a program without rights cannot set a ctime."""
+
+    inode: int
+    size: int
+    ctime_ns: int
+    mode: int
 
 
 class TooMuchError(Exception):
@@ -59,7 +66,7 @@ def stamps(folder: _PATH) -> dict[str, Stamp]:
     found: dict[str, Stamp] = {}
     for path in _walk(os.fspath(folder)):
         status = os.lstat(f"{folder}/{path}")
-        found[path] = (status.st_ino, status.st_size, status.st_ctime_ns, status.st_mode)
+        found[path] = Stamp(status.st_ino, status.st_size, status.st_ctime_ns, status.st_mode)
         if len(found) > MAX_ENTRIES:
             raise TooMuchError(f"there are more than {MAX_ENTRIES} files and folders")
     return found
@@ -76,14 +83,14 @@ def pack_changes(
     left = limit
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for path, stamp in now.items():
-            is_folder = stat.S_ISDIR(stamp[3])
             old = before.get(path)
-            # the time of a folder changes with what is in it, which is told by itself
-            if old == stamp or (is_folder and old is not None and old[3] == stamp[3]):
+            if old == stamp:
                 continue
+            if old is not None and old.mode == stamp.mode and stat.S_ISDIR(stamp.mode):
+                continue  # its time changes with what is in it, which is told by itself
             left -= _BLOCK
-            if stat.S_ISREG(stamp[3]):
-                left -= stamp[1]
+            if stat.S_ISREG(stamp.mode):
+                left -= stamp.size
             if left < 0:
                 raise TooMuchError(f"more than {limit} bytes were changed")
             _add(tar, f"{folder}/{path}", path)
@@ -149,10 +156,13 @@ def _unpack(tar: tarfile.TarFile, room: _Room, root: int, limit: int) -> bool:
         if left < 0 or member.size < 0 or member.issparse() or number > MAX_ENTRIES:
             return False
         room.left = member.size + _HEADER_BYTES
-        if member.name == "." or _is_deep(member.name.removeprefix("./")):
+        path = member.name.removeprefix("./")
+        if path == "." or _is_deep(path):
             continue
-        parts = _parts(member.name.removeprefix("./"))
-        is_kept = member.isreg() or member.isdir() or (member.issym() and _is_link(member.linkname))
+        parts = _parts(path)
+        is_kept = member.isreg() or member.isdir()
+        if member.issym():
+            is_kept = _is_link(member.linkname)
         if not parts or not is_kept:
             whole = False
             continue
@@ -167,12 +177,13 @@ def delete(folder: _PATH, paths: Iterable[str]) -> None:
     try:
         for path in paths:
             parts = _parts(path)
-            if parts:
-                with (
-                    contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                    _opened(root, parts[:-1]) as parent,
-                ):
-                    _remove(parent, parts[-1])
+            if not parts:
+                continue
+            with (
+                suppress(FileNotFoundError, NotADirectoryError),
+                _opened(root, parts[:-1]) as parent,
+            ):
+                _remove(parent, parts[-1])
     finally:
         os.close(root)
 
@@ -184,18 +195,17 @@ def take_changes(new: Path, folder: Path) -> None:
     `OSError`.
     """
     wanted = stamps(new)
-    for path, (_, _, _, mode) in wanted.items():  # folders before what is in them
+    for path, stamp in wanted.items():  # folders before what is in them
         source = new / path
         target = folder / path
-        if not stat.S_ISDIR(mode):
-            if not _is_same(source, target):
+        if stat.S_ISDIR(stamp.mode):
+            if target.is_symlink() or not target.is_dir():
                 delete(folder, [path])
-                shutil.move(source, target)
-            continue
-        if target.is_symlink() or not target.is_dir():
+                target.mkdir()
+            target.chmod(stat.S_IMODE(stamp.mode))
+        elif not _is_same(source, target):
             delete(folder, [path])
-            target.mkdir()
-        target.chmod(stat.S_IMODE(mode))
+            shutil.move(source, target)
     delete(folder, stamps(folder).keys() - wanted.keys())
 
 
@@ -212,9 +222,9 @@ def write_pipe(path: _PATH, content: bytes, opened: int) -> None:
 
     Waits until a reader has taken it. Raises `OSError`.
     """
-    for number in range(min(opened, 2)):  # who reads it tells none, one and several
+    rest = memoryview(content)
+    for _ in range(min(opened, 2)):  # who reads it tells none, one and several
         with open(path, "wb", buffering=0) as pipe:
-            rest = memoryview(content if number == 0 else b"")
             while rest:
                 rest = rest[pipe.write(rest) :]
 
@@ -235,7 +245,8 @@ def _entries(folder: str, prefix: str) -> list[tuple[str, bool]]:
     place = f"{folder}/{prefix}"
     _allow(place, stat.S_IRWXU)
     with os.scandir(place) as entries:
-        found = sorted(islice(entries, MAX_ENTRIES + 1), key=lambda entry: entry.name, reverse=True)
+        found = list(islice(entries, MAX_ENTRIES + 1))
+    found.sort(key=attrgetter("name"), reverse=True)
     paths = []
     for entry in found:
         path = prefix + entry.name
@@ -248,7 +259,7 @@ def _allow(path: str, rights: int) -> None:
     """Give the owner rights on a file or folder, which a program may have taken."""
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & rights != rights:
-        with contextlib.suppress(PermissionError):  # another user's
+        with suppress(PermissionError):  # another user's
             os.chmod(path, mode | rights)
 
 
@@ -294,7 +305,7 @@ def _is_link(path: str) -> bool:
         return False
 
 
-@contextlib.contextmanager
+@contextmanager
 def _opened(root: int, parts: Iterable[str], *, create: bool = False) -> Iterator[int]:
     """Yield a folder below `root`. With `create` it is made, in place of what is no folder."""
     folder = os.dup(root)
@@ -337,14 +348,14 @@ def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile
         file.flush()
         os.fchmod(file.fileno(), mode | stat.S_IRUSR)
         # a time that no file system has
-        with contextlib.suppress(ValueError, OverflowError, OSError):
+        with suppress(ValueError, OverflowError, OSError):
             nanoseconds = int(member.mtime * 1e9)
             os.utime(file.fileno(), ns=(nanoseconds, nanoseconds))
 
 
 def _remove(parent: int, name: str) -> None:
     """Remove a file, a link or a folder with all that is in it, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=parent)
         else:

@@ -18,7 +18,6 @@ Environments are stopped at the end of stdin, so they end when rolltap does, als
 """
 
 import asyncio
-import contextlib
 import glob
 import json
 import logging
@@ -27,6 +26,7 @@ import shutil
 import signal
 import stat
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -244,7 +244,7 @@ def _kill_writers(path: str) -> None:
     place = os.path.join(os.path.realpath(folder), name)  # it may be a link of a hostile box
     for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
         pid = int(descriptor.split("/")[2])
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or is another user's
             opened = os.readlink(descriptor)
             if pid != os.getpid() and f"{opened}/".startswith(f"{place}/"):
                 os.kill(pid, signal.SIGKILL)
@@ -265,7 +265,7 @@ async def serve(answers: TextIO, folder: Path) -> None:
 
     async def respond(request: Fields) -> None:
         answer = await environments.answer(request)
-        with contextlib.suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 

@@ -1,4 +1,4 @@
-"""The shell scripts that `boxes/harbor.py` runs in an environment of Harbor.
+"""The shell scripts that `boxes/remote/harbor_box.py` runs in an environment of Harbor.
 
 Of the image they need `bash`, which Harbor runs, `tar`, `gzip`, `grep`, and coreutils or busybox.
 

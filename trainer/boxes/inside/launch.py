@@ -13,7 +13,6 @@ Behind the script's reward, and a zero byte, come the names of the limits that t
 at its begin: where no filter forbids it, programs of the same user can set them (prlimit(2)).
 """
 
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -24,6 +23,7 @@ import resource
 import runpy
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 PR_SET_DUMPABLE = 4
@@ -35,7 +35,7 @@ def take(pipe: str) -> int:
         raise OSError("this process cannot be closed to others (PR_SET_DUMPABLE)")
     descriptor = os.open(pipe, os.O_WRONLY)
     os.register_at_fork(after_in_child=functools.partial(os.close, descriptor))
-    with contextlib.suppress(OSError):  # in a box it is mounted, and who else opens it is counted
+    with suppress(OSError):  # in a box it is mounted, and who else opens it is counted
         os.unlink(pipe)
     return descriptor
 

@@ -6,12 +6,12 @@ there is none. A thread of rolltap could not do this: only a process with one th
 namespace.
 """
 
-import contextlib
 import ctypes
 import fcntl
 import os
 import socket
 import sys
+from contextlib import suppress
 
 _NS_GET_USERNS = 0xB701
 """See ioctl_ns(2): the user namespace that owns a namespace."""
@@ -45,7 +45,7 @@ def _join(namespace: int, kind: int) -> None:
 
 def main() -> None:
     """Send the socket, or the error's text."""
-    with socket.socket(fileno=int(sys.argv[1])) as control, contextlib.suppress(BrokenPipeError):
+    with socket.socket(fileno=int(sys.argv[1])) as control, suppress(BrokenPipeError):
         try:
             listener = listen(int(sys.argv[2]), int(sys.argv[3]))
         except OSError as error:

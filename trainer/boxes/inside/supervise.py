@@ -6,7 +6,6 @@ children of this one (`PR_SET_CHILD_SUBREAPER` of prctl(2)), so a process that s
 its own (setsid) or forks twice does not get away.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -17,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -57,7 +57,7 @@ class Supervisor:
         self._wait(woken)
         self._kill_all()
         if self._request["cleanup"]:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 subprocess.run(self._request["cleanup"], stdin=subprocess.DEVNULL)
         return -signal.SIGKILL if self._status is None else self._status
 
@@ -100,7 +100,7 @@ class Supervisor:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def _tell(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._control.send(json.dumps(message).encode())
 
     def _wait(self, woken: int) -> None:
@@ -132,12 +132,12 @@ class Supervisor:
 
     def _is_told_to_terminate(self) -> bool:
         """Return False if rolltap has closed its socket: then the program has to end."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return bool(self._control.recv(4096))
         return False
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._program, number)
 
     def _reap(self) -> bool:
@@ -158,10 +158,10 @@ class Supervisor:
         end = time.monotonic() + _KILL_SECONDS
         while self._reap() and time.monotonic() < end:
             for pid, group in _children(os.getpid()):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with suppress(ProcessLookupError, PermissionError):
                     # a group as a whole: its members cannot fork faster than they are killed
                     os.killpg(group, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_PAUSE_SECONDS)
 
@@ -172,7 +172,7 @@ def _children(parent: int) -> list[tuple[int, int]]:
     children: list[tuple[int, int]] = []
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     for pid in sorted(pids, reverse=True):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             with open(f"/proc/{pid}/stat", "rb") as file:
                 # the name before the last parenthesis may have spaces and parentheses of its own
                 fields = file.read().rpartition(b")")[2].split()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.harbor import HarborRuntime
 from rolltap.trainer.boxes.inside import harbor_program
+from rolltap.trainer.boxes.remote.harbor import HarborRuntime
 from rolltap.trainer.boxes.runtime import Ended, ImageRuntime, Mount
 from rolltap.trainer.judges.channel import Channel
 from rolltap.trainer.tasks import task
@@ -34,7 +34,7 @@ from tests.harbor import (
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import run_rolltap
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(autouse=True)
@@ -345,7 +345,7 @@ async def test_what_a_box_has_no_more_may_be_there_in_the_next_one(tmp_path):
 OPENS = """
 import asyncio, sys
 from pathlib import Path
-from rolltap.trainer.boxes.harbor import HarborRuntime
+from rolltap.trainer.boxes.remote.harbor import HarborRuntime
 from tests.boxes import spec_in
 from tests.harbor import PYTHON, folder_environment
 
@@ -400,7 +400,7 @@ def test_a_harbor_that_cannot_make_boxes_is_refused_at_the_start(python, made, m
 
 
 def test_another_version_of_harbor_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("rolltap.trainer.boxes.harbor.VERSION", "0.99")
+    monkeypatch.setattr("rolltap.trainer.boxes.remote.harbor.VERSION", "0.99")
     with pytest.raises(
         InputError, match=r"has Harbor 0\.25\.0, .*knows the interface of 0\.99: install"
     ):

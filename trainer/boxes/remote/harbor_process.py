@@ -1,5 +1,5 @@
-"""The process of Harbor's Python that has environments (`harbor_environments.py`), as rolltap
-talks to it."""
+"""The process of Harbor's Python that has environments, as rolltap talks to it: see
+`inside/harbor_environments.py`."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = "0.25"
 """Harbor's version whose interface is known: the first two numbers."""
-_SCRIPT = Path(__file__).with_name("harbor_environments.py")
+_SCRIPT = Path(__file__).parents[1] / "inside" / "harbor_environments.py"
 _STOP_SECONDS = 120.0
 _SAID_BYTES = 2000
 
