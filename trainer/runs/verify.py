@@ -142,9 +142,10 @@ def load_rendering(metadata: Mapping[str, Any]) -> Any:
     renderer = str(metadata.get("renderer") or "auto")
     tool_parser = str(metadata.get("tool_parser") or "auto")
     try:
-        is_folder = Path(model, "tokenizer_config.json").is_file()
-        cached = try_to_load_from_cache(model, "tokenizer_config.json")
-        if not is_folder and not isinstance(cached, str):
+        file: Any = str(Path(model, "tokenizer_config.json"))
+        if not Path(file).is_file():
+            file = try_to_load_from_cache(model, "tokenizer_config.json")
+        if not isinstance(file, str):
             return None
         from rolltap.addons.prompts.rendering import Rendering
 
