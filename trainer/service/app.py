@@ -30,7 +30,6 @@ from rolltap.trainer.service.groups import Groups, QueueFullError
 from rolltap.trainer.service.metrics import Metrics
 from rolltap.trainer.service.recording import Health
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest
-from rolltap.trainer.service.stream import EventStream
 from rolltap.trainer.service.tasks import ConflictError, NotRecordedError
 from rolltap.trainer.tasks.task import JUDGE_KINDS
 from rolltap.trainer.toml import describe_faults
@@ -73,7 +72,6 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     app.add_exception_handler(400, _refused)  # of a body that is no text
     app.add_exception_handler(RequestValidationError, _invalid)
     metrics = Metrics(groups)
-    stream = EventStream(groups.journal)
     # for /docs: `Door` refuses
     secured: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]}
     asking: asyncio.Task[Health] | None = None
@@ -194,7 +192,7 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     ) -> StreamingResponse:
         """Stream the events after a cursor, which is the id of an event, and those to come."""
         place = groups.journal.place(last_event_id or after)
-        return StreamingResponse(stream.follow(place), media_type=_EVENTS)
+        return StreamingResponse(groups.journal.follow(place), media_type=_EVENTS)
 
     @app.get("/policy", **secured)
     async def policy() -> dict[str, Any]:

@@ -34,10 +34,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PAUSES = (8, 0.25, 8.0)
-"""Arguments of `backoff`: a service that does not answer is given up after half a minute."""
+"""Arguments of `backoff`: a service that is not reached is given up after half a minute."""
 _TIMEOUT = httpx.Timeout(120.0, connect=10.0)
-"""Timeouts of a request. In a stream of events a silent service sends a comment every 15
-seconds."""
+"""Timeouts of a request. A service that accepts requests and answers none is given up after nine
+of them. In a stream of events a silent service sends a comment every 15 seconds."""
 _WAIT_SECONDS = 60
 """Time for which the service waits for the end of a group before it answers: its longest."""
 
@@ -61,8 +61,8 @@ class AsyncClient:
 
     `token` is the service's token; `token_file` is the file that holds it. Raises `InputError` for
     a URL without a scheme, and for a file that cannot be read. Methods raise `ServiceError` when
-    the service refuses a request, with its message and HTTP status, and when it does not answer for
-    half a minute.
+    the service refuses a request, with its message and HTTP status, when it is not reached for half
+    a minute, and when it answers none of nine requests in two minutes each.
     """
 
     def __init__(

@@ -63,9 +63,8 @@ class Connection(H11Protocol):
             self._timer.cancel()
 
     def _end(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self._timer = self.loop.call_later(
-                HEADERS_SECONDS, self._end
-            )  # its last answer is still read
+        is_read = self.transport.get_write_buffer_size() > 0  # its last answer, still
+        if is_read:
+            self._timer = self.loop.call_later(HEADERS_SECONDS, self._end)
         else:
             self.transport.abort()

@@ -3,7 +3,6 @@ request."""
 
 import asyncio
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -14,7 +13,6 @@ from prometheus_client.registry import Collector
 from rolltap.addons.errors import EngineError, RecorderError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.boxes.environment import PLAIN_HTTP
-from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.traces.ledger import Ledger
 
@@ -64,35 +62,28 @@ class Metrics(Collector):
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus's format."""
-        # groups and their runner change in this loop; engines and the recorder are asked in a
-        # thread
+        # groups and their runner change in this loop; others are asked in a thread
         gauges = self._of_groups()
         gauges += await asyncio.to_thread(self._of_others)
         self._gauges = gauges
         return generate_latest(self._registry)
 
     def _of_groups(self) -> list[Metric]:
-        groups = self._groups
-        counts: Mapping[Phase, int] = {}
-        of_nodes: Mapping[str, Mapping[Phase, int]] = {}
-        if groups.recorded.runner is not None:
-            counts = groups.recorded.runner.counts
-            of_nodes = groups.recorded.runner.nodes
-        what = "Sessions in each phase."
-        phases = GaugeMetricFamily("rolltap_phase_sessions", what, labels=["phase"])
-        for phase, number in counts.items():
-            phases.add_metric([phase], number)
-        what = "Sessions of each node of --ray."
-        nodes = GaugeMetricFamily("rolltap_node_sessions", what, labels=["node", "phase"])
-        for node, counts in of_nodes.items():
-            for phase, number in counts.items():
-                nodes.add_metric([node, phase], number)
-        what = "Sessions of accepted groups to their ends."
-        queue = GaugeMetricFamily("rolltap_queue", what, labels=["priority"])
-        for priority, number in groups.book.waiting().items():
+        book = self._groups.book
+        runner = self._groups.recorded.runner
+        phases = _gauge("phase_sessions", "Sessions in each phase.", "phase")
+        nodes = _gauge("node_sessions", "Sessions of each node of --ray.", "node", "phase")
+        if runner is not None:
+            for phase, number in runner.counts.items():
+                phases.add_metric([phase], number)
+            for node, counts in runner.nodes.items():
+                for phase, number in counts.items():
+                    nodes.add_metric([node, phase], number)
+        queue = _gauge("queue", "Sessions of accepted groups to their ends.", "priority")
+        for priority, number in book.waiting().items():
             queue.add_metric([str(priority)], number)
-        what = "Policies that were published."
-        policies = GaugeMetricFamily("rolltap_policies", what, len(groups.book.policies))
+        policies = _gauge("policies", "Policies that were published.")
+        policies.add_metric([], len(book.policies))
         return [phases, nodes, queue, policies]
 
     def _of_others(self) -> list[Metric]:
@@ -103,12 +94,14 @@ class Metrics(Collector):
             load = None  # /health says so
         if load is not None:
             for name, value in load._asdict().items():
-                what = "Load of the engines; `cache` is a share."
-                gauges.append(GaugeMetricFamily(f"rolltap_engine_{name}", what, value))
+                gauge = _gauge(f"engine_{name}", "Load of the engines; `cache` is a share.")
+                gauge.add_metric([], value)
+                gauges.append(gauge)
         lag = self._lag()
         if lag is not None:
-            what = "Seconds until the recorder answers."
-            gauges.append(GaugeMetricFamily("rolltap_recorder_lag_seconds", what, lag))
+            gauge = _gauge("recorder_lag_seconds", "Seconds until the recorder answers.")
+            gauge.add_metric([], lag)
+            gauges.append(gauge)
         return gauges
 
     def _lag(self) -> float | None:
@@ -129,3 +122,7 @@ class Metrics(Collector):
         except (httpx.HTTPError, RecorderError):
             return None
         return time.monotonic() - started
+
+
+def _gauge(name: str, what: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"rolltap_{name}", what, labels=labels)

@@ -8,17 +8,14 @@ sessions that ran are tried again by the recorder that is started next.
 import asyncio
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import EngineError, RecorderError, RunError
-from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.staging import write_atomically
@@ -33,15 +30,10 @@ from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.service.book import GroupBook, OpenGroup
+from rolltap.trainer.service.ledgers import Ledgers
 from rolltap.trainer.service.requests import SessionView, State
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import (
-    RecordedSession,
-    SessionRows,
-    load_sessions,
-    rebuild_calls,
-)
-from rolltap.trainer.traces.sessions import TraceOptions, trace_session
+from rolltap.trainer.traces.reader import SessionRows, load_sessions
 
 logger = logging.getLogger(__name__)
 
@@ -386,27 +378,6 @@ class RecordedGroups:
             )
             self._book.close(name, number)
         self.say(f"group {name}: {state}, {len(events)} sessions")
-
-
-class Ledgers:
-    """The tokens of recorded sessions, also while others are recorded. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: dict[Path, SessionIndex] = {}
-        """Run folder -> its calls."""
-
-    def of(self, run: Path, session: Session) -> Ledger:
-        """Return the ledger of a session. Raises `RunError` and `OSError`."""
-        with self._lock:
-            if run not in self._calls:
-                self._calls[run] = SessionIndex(run, "calls")
-            with self._calls[run] as index:
-                index.refresh()
-                batches = index.batches(session.session_id)
-                calls = rebuild_calls(run, session.session_id, batches, check_digests=False)
-        recorded = RecordedSession(session_id=session.session_id, session=session, calls=calls)
-        return trace_session(recorded, TraceOptions()).rewarded().ledger
 
 
 def _silent(_what: str, _done: int, _total: int) -> None:

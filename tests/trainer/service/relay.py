@@ -14,6 +14,8 @@ class Relay:
         self.url = ""
         self.lost = 0
         """Number of the next connections that break when the service answers."""
+        self.is_mute = False
+        """True to accept connections and never answer."""
         self.connections = 0
         self._opened = asyncio.Condition()
 
@@ -31,6 +33,11 @@ class Relay:
         async with self._opened:
             self.connections += 1
             self._opened.notify_all()
+        if self.is_mute:
+            self._writers.add(writer)
+            await reader.read()  # until the client gives up
+            writer.close()
+            return
         lost, self.lost = self.lost > 0, max(0, self.lost - 1)
         answers, asks = await asyncio.open_connection("127.0.0.1", self._port)
         both = {writer, asks}

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from rolltap.errors import InputError, RunError
+from rolltap.trainer.service import journal as module
 from rolltap.trainer.service.journal import JOURNAL, Journal
 
 
@@ -70,14 +71,43 @@ async def test_a_follower_gets_what_was_there_and_what_comes(journal):
     first = await anext(stream)
     coming = asyncio.ensure_future(anext(stream))
     await journal.add("b")
-    assert [first, await coming] == [range(1, 2), range(2, 3)]
+    kinds = [text.split("\n")[1] for text in (first, await coming)]
+    assert kinds == ["event: a", "event: b"]
     await stream.aclose()
 
 
 async def test_a_silent_journal_says_so_now_and_then(journal, monkeypatch):
     monkeypatch.setattr("rolltap.trainer.service.journal.SILENT_SECONDS", 0.01)
     stream = journal.follow(0)
-    assert list(await anext(stream)) == []
+    assert await anext(stream) == ":\n\n"
+    await stream.aclose()
+
+
+async def test_an_event_is_read_once_however_many_follow(journal, monkeypatch):
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(module.json, "loads", lambda text: parsed.append(text) or loads(text))
+    following = [journal.follow(0) for _ in range(256)]
+    coming = [asyncio.ensure_future(anext(each)) for each in following]
+    await journal.add("a", id="g", request="long", task_digest="0")
+    texts = await asyncio.gather(*coming)
+    assert len(parsed) == 1
+    assert len({*texts}) == 1
+    first, second, third, *_ = texts[0].split("\n")
+    assert [first, second] == [f"id: {journal.cursor(1)}", "event: a"]
+    assert loads(third.removeprefix("data: ")).keys() == {"at", "id"}
+    for each in following:
+        await each.aclose()
+
+
+async def test_a_line_that_is_set_aside_is_told_to_nobody(journal, tmp_path):
+    await journal.add("a")
+    await journal.add("b")
+    lines = (tmp_path / JOURNAL).read_bytes()
+    (tmp_path / JOURNAL).write_bytes(lines.replace(b'"a"', b'"a.'))
+    stream = journal.follow(0)
+    text = await anext(stream)
+    assert [line for line in text.split("\n") if line.startswith("event")] == ["event: b"]
     await stream.aclose()
 
 
