@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import psutil
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.agent import __main__ as agent
 from rolltap.trainer.boxes.agent.__main__ import PREFIX
 from rolltap.trainer.boxes.engines.images import path_digest
 from rolltap.trainer.boxes.inside import frames
@@ -470,39 +468,6 @@ async def test_containers_of_images_that_the_machine_has(podman, machine, tmp_pa
         assert "3606" not in output
     assert not any(tmp_path.name in name for name in containers())
     assert machine.left() == []
-
-
-async def test_a_box_has_a_bounded_number_of_connections(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent, "_CONNECTIONS", 2)
-
-    async def greet(reader, writer):
-        writer.write(b"hello")
-        await reader.read()
-        writer.close()
-
-    recorder = await asyncio.start_unix_server(greet, tmp_path / "recorder")
-    listener = socket.create_server(("127.0.0.1", 0))
-    relaying = asyncio.create_task(agent._relay(listener.dup(), str(tmp_path / "recorder")))
-
-    async def connect():
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
-        return await reader.read(5), reader, writer
-
-    first, second, third = [await connect() for _ in range(3)]
-    assert [first[0], second[0], third[0]] == [b"hello", b"hello", b""]
-    first[2].close()
-    again = third
-    while not again[0]:  # until the end of the first one has come that far
-        again[2].close()
-        again = await connect()
-    for _, reader, writer in (second, again):
-        writer.write_eof()
-        assert await reader.read() == b""
-        writer.close()
-    relaying.cancel()
-    await asyncio.gather(relaying, return_exceptions=True)
-    recorder.close()
-    listener.close()
 
 
 class Hostile:
