@@ -26,7 +26,6 @@ Not expressible:
   infinity as text.
 """
 
-import json
 import logging
 import math
 from collections import defaultdict
@@ -39,16 +38,14 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, public_model
-from rolltap.trainer.runs.exports.sessions import each_session, public_session
-from rolltap.trainer.traces.conversations import (
-    CallConversation,
-    Message,
-    for_template,
-    rebuild_conversations,
+from rolltap.trainer.runs.exports.sessions import (
+    Turn,
+    each_session,
+    public_session,
+    session_turns,
 )
-from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.traces.conversations import Message, for_template
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.sessions import judge_session
 from rolltap.trainer.traces.tree import Parents, find_ends, split_lines
 
 logger = logging.getLogger(__name__)
@@ -82,33 +79,36 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
     model that answered."""
     if not recorded.calls:
         return None
-    conversations, left_out = rebuild_conversations(recorded.calls), judge_session(recorded)[1]
+    turns = session_turns(recorded)
     index = {call.call_id: i for i, call in enumerate(recorded.calls)}
-    parents = [index[each.parent.call.call_id] if each.parent else None for each in conversations]
-    lines = split_lines(parents, _ends(recorded.calls, parents))
-    main, *others = [
-        _Line(conversations, left_out, path, shared) for path, shared in lines if shared < len(path)
-    ]
+    parents: list[int | None] = []
+    for turn in turns:
+        above = turn.conversation.parent
+        parents.append(None if above is None else index[above.call.call_id])
+    lines = []
+    for path, shared in split_lines(parents, _ends(recorded.calls, parents)):
+        if shared < len(path):
+            lines.append(_Line(turns, path, shared))
+    main, *others = lines
     for line in others:
         main.refer_to(line)
-    version = (recorded.session.harness_version if recorded.session else "") or UNKNOWN
-    agent = {
-        "name": recorded.session.harness if recorded.session else UNKNOWN,
-        "version": version,
-        "model_name": model,
-    }
-    row = asdict(public_session(recorded.session)) if recorded.session else {}
-    row.pop("session_id", None)
-    document = {
-        **main.document(recorded.session_id, agent),
-        "session_id": recorded.session_id,
-        "extra": _known(row),
-    }
-    embedded = [
-        {**line.document(line.last.call_id, agent), "extra": {"role": line.last.role}}
-        for line in others
-    ]
-    return {**document, "subagent_trajectories": embedded} if embedded else document
+    agent = {"name": UNKNOWN, "version": UNKNOWN, "model_name": model}
+    row: dict[str, Any] = {}
+    if recorded.session is not None:
+        agent["name"] = recorded.session.harness
+        agent["version"] = recorded.session.harness_version or UNKNOWN
+        row = asdict(public_session(recorded.session))
+        del row["session_id"]
+    document = main.document(recorded.session_id, agent)
+    document["session_id"] = recorded.session_id
+    document["extra"] = _known(row)
+    embedded = []
+    for line in others:
+        part = line.document(line.last.call_id, agent)
+        embedded.append({**part, "extra": {"role": line.last.role}})
+    if embedded:
+        document["subagent_trajectories"] = embedded
+    return document
 
 
 def _ends(calls: Sequence[Call], parents: Parents) -> list[int]:
@@ -117,46 +117,43 @@ def _ends(calls: Sequence[Call], parents: Parents) -> list[int]:
     by_role: defaultdict[str, list[int]] = defaultdict(list)
     for i, call in enumerate(calls):
         by_role[call.role].append(i)
-    main = by_role["agent"][-1] if "agent" in by_role else len(calls) - 1
-    others = {end for same_role in by_role.values() for end in find_ends(parents, same_role)}
+    main = by_role.get("agent", range(len(calls)))[-1]
+    others: set[int] = set()
+    for same_role in by_role.values():
+        others.update(find_ends(parents, same_role))
     return [main, *sorted(others - {main})]
 
 
 class _Line:
-    """The steps of one line. `path` are indices of `conversations`; its first `shared` calls are
-    copied context."""
+    """The steps of one line. `path` are indices of `turns`; its first `shared` calls are copied
+    context."""
 
-    def __init__(
-        self,
-        conversations: Sequence[CallConversation],
-        left_out: Sequence[LeftOut | None],
-        path: Sequence[int],
-        shared: int,
-    ) -> None:
-        self.last = conversations[path[-1]].call
-        self._started = path[shared]
-        self._tools = conversations[path[0]].tools
-        self._calls = [conversations[i].call for i in path[shared:]]
+    def __init__(self, turns: Sequence[Turn], path: Sequence[int], shared: int) -> None:
+        self.last = turns[path[-1]].call
+        self.started = path[shared]
+        self._tools = turns[path[0]].conversation.tools
+        self._calls = [turns[i].call for i in path[shared:]]
         self._steps: list[Step] = []
         self._of_call: dict[int, Step] = {}
         self._asking: Step | None = None
         """The agent step that tool results belong to."""
-        for n, i in enumerate(path):
-            conversation, copied = conversations[i], n < shared
-            for message in conversation.new_messages:
+        for place, i in enumerate(path):
+            copied = place < shared
+            for message in turns[i].conversation.new_messages:
                 self._add_message(message, copied)
-            self._asking = step = self._add(_call_step(conversation, left_out[i], copied))
+            self._asking = self._add(_call_step(turns[i], copied))
             if not copied:
-                self._of_call[i] = step
-                if (
-                    conversation.tools != self._tools
-                ):  # the document's agent has the tools of the first call
-                    step["extra"]["tools"] = conversation.tools
+                self._of_call[i] = self._asking
+                tools = turns[i].conversation.tools
+                # the document's agent has the tools of the first call
+                if tools != self._tools:
+                    self._asking["extra"]["tools"] = tools
 
     def refer_to(self, line: "_Line") -> None:
         """Refer to another line's trajectory from the last step of a call that started before that
         line's own calls."""
-        if earlier := [step for i, step in self._of_call.items() if i < line._started]:
+        earlier = [step for i, step in self._of_call.items() if i < line.started]
+        if earlier:
             reference = {"trajectory_id": line.last.call_id, "extra": {"role": line.last.role}}
             _observe(earlier[-1], {"subagent_trajectory_ref": [reference]})
 
@@ -180,26 +177,31 @@ class _Line:
         return self._steps[-1]
 
     def _add_message(self, message: Message, copied: bool) -> None:
-        mark = {"is_copied_context": True} if copied else {}
         if message["role"] == "tool":
             if self._asking is None:
-                self._asking = self._add({"source": "system", "message": "", **mark})
+                self._asking = self._add(_marked({"source": "system", "message": ""}, copied))
             _observe(self._asking, _result(message, self._asking))
         elif message["role"] == "assistant":
             # no call of this session sampled it: an example, or a message that the program wrote
-            self._asking = self._add(
-                {"source": "agent", **_said(message), "is_copied_context": True}
-            )
+            self._asking = self._add(_marked({"source": "agent", **_said(message)}, True))
         else:
-            self._add({"source": message["role"], "message": message["content"], **mark})
+            step = {"source": message["role"], "message": message["content"]}
+            self._add(_marked(step, copied))
 
 
-def _call_step(conversation: CallConversation, left_out: str | None, copied: bool) -> Step:
+def _marked(step: Step, copied: bool) -> Step:
+    if copied:
+        step["is_copied_context"] = True
+    return step
+
+
+def _call_step(turn: Turn, copied: bool) -> Step:
     """Return a call as an agent step. Copied context has the reply and the call's id, no
     metrics."""
-    call = conversation.call
-    said = _said(conversation.reply) if conversation.reply is not None else {"message": ""}
-    step = {"timestamp": call.started_at.isoformat(), "source": "agent", **said}
+    call = turn.call
+    step: Step = {"timestamp": call.started_at.isoformat(), "source": "agent", "message": ""}
+    if turn.conversation.reply is not None:
+        step |= _said(turn.conversation.reply)
     if copied:
         return {**step, "is_copied_context": True, "extra": {"call_id": call.call_id}}
     extra = {
@@ -211,41 +213,44 @@ def _call_step(conversation: CallConversation, left_out: str | None, copied: boo
         "status": call.status,
         "error": call.error,
         "violation": call.violation,
-        "left_out": left_out,
-        "incomplete": conversation.incomplete,
+        "left_out": turn.left_out,
+        "incomplete": turn.conversation.incomplete,
         "finish_reason": call.finish_reason,
         "dialect": call.dialect,
         "requested_model": call.model,
-        "sampling": json.loads(call.sampling),
+        "sampling": call.parsed_sampling,
         "finished_at": call.finished_at and call.finished_at.isoformat(),
     }
     return {**step, "metrics": _metrics(call), "llm_call_count": 1, "extra": _known(extra)}
 
 
 def _metrics(call: Call) -> dict[str, Any]:
+    extra: dict[str, Any] = {"weight_versions": [asdict(span) for span in call.weight_versions]}
     metrics: dict[str, Any] = {
         "prompt_tokens": len(call.prompt_ids),
         "completion_tokens": len(call.completion_ids),
         "cached_tokens": call.cached_tokens,
         "prompt_token_ids": list(call.prompt_ids),
         "completion_token_ids": call.completion_ids,
-        "extra": {"weight_versions": [asdict(span) for span in call.weight_versions]},
+        "extra": extra,
     }
-    finite = all(math.isfinite(logprob) for logprob in call.logprobs)
-    (metrics if finite else metrics["extra"])["logprobs"] = call.logprobs
+    if all(map(math.isfinite, call.logprobs)):
+        metrics["logprobs"] = call.logprobs
+    else:
+        extra["logprobs"] = call.logprobs
     return _known(metrics)
 
 
 def _said(message: Message) -> dict[str, Any]:
     """Return the fields of an agent step that an assistant message fills."""
     message = for_template(message)
-    return _known(
-        {
-            "message": message.get("content") or "",
-            "reasoning_content": message.get("reasoning_content"),
-            "tool_calls": [_tool_call(call) for call in message.get("tool_calls") or []] or None,
-        }
-    )
+    tool_calls = list(map(_tool_call, message.get("tool_calls") or []))
+    said = {
+        "message": message.get("content") or "",
+        "reasoning_content": message.get("reasoning_content"),
+        "tool_calls": tool_calls or None,
+    }
+    return _known(said)
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

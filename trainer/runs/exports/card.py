@@ -45,8 +45,11 @@ def dataset_card(
     With `written` it is that of Parquet which `load_dataset(where, config)` opens. The shards of a
     config with rows are in the folder of its name.
     """
-    files = {name: f"{name}/*-{digest}.parquet" for name, (rows, digest) in written.items() if rows}
-    configs = [{"config_name": name, "data_files": pattern} for name, pattern in files.items()]
+    configs = []
+    for name, (rows, digest) in written.items():
+        if rows:
+            files = f"{name}/*-{digest}.parquet"
+            configs.append({"config_name": name, "data_files": files})
     tags = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
     data = DatasetCardData(pretty_name=run.resolve().name, tags=tags)
     if configs:
@@ -67,31 +70,35 @@ def _facts(run: Path, options: TraceOptions, totals: Totals) -> dict[str, str]:
     rewards = f"{totals.rewarded:,} of {totals.sessions:,} sessions"
     if totals.rewarded:
         rewards += f", mean {totals.reward_sum / totals.rewarded:.3f}"
-    cut = f", at most {options.max_tokens:,} tokens long" if options.max_tokens else ""
+    traces = f"{totals.traces:,} by `{options.strategy}` of {', '.join(options.roles)} calls"
+    if options.max_tokens:
+        traces += f", at most {options.max_tokens:,} tokens long"
     facts = {
         "sessions": f"{totals.sessions:,}",
-        "tasks": f"{len(totals.tasks):,}" if totals.tasks else "",
+        "tasks": f"{len(totals.tasks):,}",
         "outcomes": _counts(totals.statuses),
-        "with suspicions of cheating": (
-            f"{totals.suspicious:,} sessions" if totals.suspicious else ""
-        ),
+        "with suspicions of cheating": f"{totals.suspicious:,} sessions",
         "ran in": _counts(totals.runtimes),
         "agent programs": _counts(totals.harnesses),
         "rewards": rewards,
         "model calls": f"{totals.calls:,}",
-        "traces": (
-            f"{totals.traces:,} by `{options.strategy}` of {', '.join(options.roles)} calls{cut}"
-        ),
+        "traces": traces,
         "sampled tokens": str(totals.ledger),
         "model": public_model(str(metadata.get("model", ""))),
+        "tokenizer, SHA-256": _code(metadata.get("tokenizer_sha256")),
+        "chat template, SHA-256": _code(metadata.get("chat_template_sha256")),
     }
-    for name in ("tokenizer", "chat template"):
-        if digest := metadata.get(f"{name.replace(' ', '_')}_sha256"):
-            facts[f"{name}, SHA-256"] = f"`{digest}`"
+    if not totals.tasks:
+        del facts["tasks"]
+    if not totals.suspicious:
+        del facts["with suspicions of cheating"]
     # text of a task file or a preset, escaped for a cell of a Markdown table
-    return {
-        name: " ".join(fact.replace("|", "\\|").split()) for name, fact in facts.items() if fact
-    }
+    cells = {name: " ".join(fact.replace("|", "\\|").split()) for name, fact in facts.items()}
+    return {name: cell for name, cell in cells.items() if cell}
+
+
+def _code(text: str | None) -> str:
+    return f"`{text}`" if text else ""
 
 
 def _counts(counts: Mapping[str, int]) -> str:

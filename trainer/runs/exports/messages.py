@@ -31,26 +31,26 @@ from huggingface_hub import DatasetCard, DatasetCardData
 from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.exports.card import file_digest
-from rolltap.trainer.runs.exports.sessions import each_session
-from rolltap.trainer.traces.conversations import (
-    CallConversation,
-    for_template,
-    rebuild_conversations,
-)
+from rolltap.trainer.runs.exports.sessions import Turn, each_session, session_turns
+from rolltap.trainer.traces.conversations import for_template
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.sessions import judge_session
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
 
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = "messages"
 _LISTS = {"messages": "json", "context": "int64", "call_ids": "string"}
-_VALUES = {
-    **dict.fromkeys(("tools", "session_id", "task_id", "group_id", "harness"), "string"),
-    **dict.fromkeys(("role", "finish_reason", "left_out"), "string"),
-    "reward": "float64",
-    "malformed": "bool",
-}
+_TEXTS = (
+    "tools",
+    "session_id",
+    "task_id",
+    "group_id",
+    "harness",
+    "role",
+    "finish_reason",
+    "left_out",
+)
+_VALUES = {**dict.fromkeys(_TEXTS, "string"), "reward": "float64", "malformed": "bool"}
 
 
 def export(run: Path, out: Path, advance: Advance) -> int:
@@ -89,53 +89,47 @@ def _card(file: str) -> DatasetCard:
 def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the lines of a session; and for leaves without a line, call id -> why the conversation
     is incomplete."""
-    calls = [call for call in recorded.calls if call.status == "completed"]
-    parents, _ = link_calls(calls)
-    reasons = judge_session(recorded)[1]
-    left_out = {call.call_id: reason for call, reason in zip(recorded.calls, reasons, strict=True)}
-    # of all calls: the recorded parent of a completed call may be one that is not completed
-    conversations = {each.call.call_id: each for each in rebuild_conversations(recorded.calls)}
-    lines, faults = [], {}
-    for leaf in find_ends(parents, range(len(calls))):
-        conversation = conversations[calls[leaf].call_id]
-        fault = conversation.incomplete or (
-            None if conversation.reply is not None else "its reply was not recorded"
-        )
-        if fault is not None:
-            faults[conversation.call.call_id] = fault
-            continue
-        call_ids = [calls[i].call_id for i in path_to(leaf, parents.__getitem__)]
-        lines.append(
-            _line(recorded, conversation, call_ids, left_out[conversation.call.call_id] or "")
-        )
+    completed = [turn for turn in session_turns(recorded) if turn.call.status == "completed"]
+    parents, _ = link_calls([turn.call for turn in completed])
+    lines = []
+    faults = {}
+    for leaf in find_ends(parents, range(len(completed))):
+        turn = completed[leaf]
+        fault = turn.conversation.incomplete
+        if fault is None and turn.conversation.reply is None:
+            fault = "its reply was not recorded"
+        if fault is None:
+            path = path_to(leaf, parents.__getitem__)
+            lines.append(_line(recorded, turn, [completed[i].call.call_id for i in path]))
+        else:
+            faults[turn.call.call_id] = fault
     return lines, faults
 
 
-def _line(
-    recorded: RecordedSession, conversation: CallConversation, call_ids: list[str], left_out: str
-) -> dict[str, Any]:
-    call = conversation.call
+def _line(recorded: RecordedSession, turn: Turn, call_ids: list[str]) -> dict[str, Any]:
     session = recorded.session or Session(session_id=recorded.session_id, status="unknown")
-    messages = [
-        for_template(message)
-        for message in [*conversation.messages(), *filter(None, [conversation.reply])]
-    ]
-    tool_calls = [
-        tool_call for message in messages for tool_call in message.get("tool_calls") or []
-    ]
+    sent = turn.conversation.messages()
+    assert turn.conversation.reply is not None
+    messages = list(map(for_template, [*sent, turn.conversation.reply]))
+    malformed = False
+    for message in messages:
+        for tool_call in message.get("tool_calls") or []:
+            if not isinstance(tool_call["function"]["arguments"], dict):
+                malformed = True
     # only the reward may be null: a loader that infers types finds none for a column that is null
     # in the first lines
     return {
         "messages": messages,
-        "tools": json.dumps(conversation.tools or None, ensure_ascii=False),
-        "context": conversation.context(),
+        "tools": json.dumps(turn.conversation.tools or None, ensure_ascii=False),
+        "context": turn.conversation.context(),
         "session_id": recorded.session_id,
-        **{name: getattr(session, name) for name in ("task_id", "group_id", "harness", "reward")},
-        "role": call.role,
-        "finish_reason": call.finish_reason or "",
-        "left_out": left_out,
-        "malformed": not all(
-            isinstance(tool_call["function"]["arguments"], dict) for tool_call in tool_calls
-        ),
+        "task_id": session.task_id,
+        "group_id": session.group_id,
+        "harness": session.harness,
+        "reward": session.reward,
+        "role": turn.call.role,
+        "finish_reason": turn.call.finish_reason or "",
+        "left_out": turn.left_out or "",
+        "malformed": malformed,
         "call_ids": call_ids,
     }

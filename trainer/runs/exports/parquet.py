@@ -21,36 +21,34 @@ from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.exports.card import HERE, dataset_card, file_digest
 from rolltap.trainer.runs.exports.sessions import (
+    each_session,
     engine_addresses,
     public_session,
     without_addresses,
 )
 from rolltap.trainer.traces.build import Trace
-from rolltap.trainer.traces.reader import recorded_ids
-from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces
+from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, trace_session
 
+_TEXT = Value("string")
+_NUMBER = Value("int32")
 TRACE_FEATURES = Features(
     {
-        "session_id": Value("string"),
-        "trace_id": Value("string"),
-        "group_id": Value("string"),
-        "task_id": Value("string"),
-        "harness": Value("string"),
-        "role": Value("string"),
+        "session_id": _TEXT,
+        "trace_id": _TEXT,
+        "group_id": _TEXT,
+        "task_id": _TEXT,
+        "harness": _TEXT,
+        "role": _TEXT,
         "reward": Value("float64"),
-        "call_ids": List(Value("string")),
-        "prompt_ids": List(Value("int32")),
-        "completion_ids": List(Value("int32")),
+        "call_ids": List(_TEXT),
+        "prompt_ids": List(_NUMBER),
+        "completion_ids": List(_NUMBER),
         "completion_mask": List(Value("int8")),
         "logprobs": List(Value("float32")),
-        "weight_versions": List(
-            {"version": Value("string"), "start": Value("int32"), "end": Value("int32")}
-        ),
-        "continuity": List(
-            {"kind": Value("string"), "start": Value("int32"), "end": Value("int32")}
-        ),
-        "shared_trace_id": Value("string"),
-        "shared_tokens": Value("int32"),
+        "weight_versions": List({"version": _TEXT, "start": _NUMBER, "end": _NUMBER}),
+        "continuity": List({"kind": _TEXT, "start": _NUMBER, "end": _NUMBER}),
+        "shared_trace_id": _TEXT,
+        "shared_tokens": _NUMBER,
     }
 )
 _INTERNAL = ("digest", "engine")
@@ -80,9 +78,9 @@ def export(
     tokens of its parent: full prompts would take O(T^2) space for a session of T calls. `traces`
     has full sequences. Raises `RunError`, `LedgerError` and `OSError`.
     """
-    options, totals = TraceOptions(), Totals()
-    chosen = recorded_ids(run) - {*leave_out}
-    engines, total = engine_addresses(run), len(chosen)
+    options = TraceOptions()
+    totals = Totals()
+    engines = engine_addresses(run)
     features = {
         "traces": TRACE_FEATURES,
         "calls": _features(CALL_SCHEMA),
@@ -90,22 +88,20 @@ def export(
         "events": _features(EVENT_SCHEMA),
     }
     with ExitStack() as stack:
-        spools = {
-            config: stack.enter_context(Spool(columns, out)) for config, columns in features.items()
-        }
-        for traced in iter_traces(run, options, chosen):
-            recorded = traced.recorded
+        spools = {}
+        for config, columns in features.items():
+            spools[config] = stack.enter_context(Spool(columns, out))
+        for recorded in each_session(run, advance, leave_out):
+            traced = trace_session(recorded, options)
+            totals.add(traced)
             engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
             spools["traces"].add(map(Trace.to_json, traced.traces))
             spools["calls"].add(
                 without_addresses(call.to_row(), engines) for call in recorded.calls
             )
             if recorded.session is not None:
-                spools["sessions"].add(
-                    [without_addresses(public_session(recorded.session).to_row(), engines)]
-                )
-            totals.add(traced)
-            advance("sessions", totals.sessions, total)
+                row = public_session(recorded.session).to_row()
+                spools["sessions"].add([without_addresses(row, engines)])
         events = (row for row in read_rows(run, "events") if row["session_id"] not in leave_out)
         spools["events"].add(without_addresses(row, engines) for row in events)
         written = {config: _write(spool, out / config) for config, spool in spools.items()}
@@ -151,8 +147,10 @@ class Spool:
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows. Keys that are not columns are ignored."""
         rows = iter(rows)
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
+        some = list(islice(rows, _ROWS_AT_ONCE))
+        while some:
             self._writer.write_batch(pa.RecordBatch.from_pylist(some, self._schema))
+            some = list(islice(rows, _ROWS_AT_ONCE))
 
     def dataset(self) -> tuple[Dataset, int]:
         """Return the rows, and into how many shards to split them. Rows cannot be added any more.
@@ -172,9 +170,8 @@ class Spool:
 
 
 def _features(schema: pa.Schema) -> Features:
-    return Features.from_arrow_schema(
-        pa.schema([column for column in schema if column.name not in _INTERNAL])
-    )
+    columns = [column for column in schema if column.name not in _INTERNAL]
+    return Features.from_arrow_schema(pa.schema(columns))
 
 
 def _write(spool: Spool, folder: Path) -> tuple[int, str]:

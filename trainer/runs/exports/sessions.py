@@ -4,16 +4,18 @@ recorder's machine."""
 import json
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Session, json_text
+from rolltap.addons.store.records import Call, Session, json_text
 from rolltap.trainer.console import Advance
+from rolltap.trainer.traces.conversations import CallConversation, rebuild_conversations
+from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
+from rolltap.trainer.traces.sessions import judge_session
 
 _PATH = re.compile(
     r"(?<![\w.:/~-])(?:file://)?~?/(?:[^\s'\"/:,;()\[\]<>|]+/)+([^\s'\"/:,;()\[\]<>|]*)"
@@ -23,13 +25,35 @@ _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
 """A socket address, `('HOST', PORT)`, as Python's connection errors print it."""
 
 
-def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
-    """Yield the sessions of a run, one at a time. Raises `RunError` when the folder cannot be
-    read."""
-    total = len(recorded_ids(run))
-    for done, recorded in enumerate(iter_sessions(run), 1):
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A call with its conversation, and why its tokens are not trained; None when they are."""
+
+    conversation: CallConversation
+    left_out: LeftOut | None
+
+    @property
+    def call(self) -> Call:
+        """The call."""
+        return self.conversation.call
+
+
+def each_session(
+    run: Path, advance: Advance, leave_out: Collection[str | None] = ()
+) -> Iterator[RecordedSession]:
+    """Yield the sessions of a run, one at a time, but those of the ids `leave_out`. Raises
+    `RunError` when the folder cannot be read."""
+    chosen = recorded_ids(run) - {*leave_out}
+    for done, recorded in enumerate(iter_sessions(run, chosen), 1):
         yield recorded
-        advance("sessions", done, total)
+        advance("sessions", done, len(chosen))
+
+
+def session_turns(recorded: RecordedSession) -> list[Turn]:
+    """Return the calls of a session as turns, in the order of their starts."""
+    conversations = rebuild_conversations(recorded.calls)
+    _, reasons = judge_session(recorded)
+    return [Turn(*pair) for pair in zip(conversations, reasons, strict=True)]
 
 
 def public_session(session: Session) -> Session:
@@ -47,15 +71,18 @@ def without_paths(text: str) -> str:
 def engine_addresses(run: Path) -> set[str]:
     """Return the addresses (HOST:PORT) of the engines that a run's metadata names."""
     metadata = read_metadata(run)
-    recorders = (recorder.get("engines", ()) for recorder in metadata.get("recorders", ()))
-    return {urlsplit(url).netloc for url in chain(metadata.get("engines", ()), *recorders)}
+    urls = set(metadata.get("engines", ()))
+    for recorder in metadata.get("recorders", ()):
+        urls.update(recorder.get("engines", ()))
+    return {urlsplit(url).netloc for url in urls}
 
 
 def without_addresses(row: dict[str, Any], engines: Collection[str]) -> dict[str, Any]:
     """Replace addresses of engines in the free text of a row: they disclose the recorder's
     network."""
-    for column in {"error", "evidence", "detail"} & row.keys():
-        if text := row[column] and _SOCKET.sub("ENGINE", row[column]):
+    for column in ("error", "evidence", "detail"):
+        if row.get(column):
+            text = _SOCKET.sub("ENGINE", row[column])
             # the longest first: one address may be a prefix of another
             for address in sorted(engines, key=len, reverse=True):
                 text = text.replace(address, "ENGINE")
