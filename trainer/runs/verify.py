@@ -8,7 +8,7 @@ Memory: the calls of one session, and the places of all rows.
 import errno
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -247,19 +247,7 @@ def _check_session(
     elif calls:
         what = "has no row in sessions: its calls have no reward and no group"
         yield Finding("notice", where, what)
-    refused = 0
-    for batch in tables["events"].batches(session_id, ("kind", "call_id", "detail")):
-        for event in batch.to_pylist():
-            if event["kind"] == "fault" and _DISK_FULL in (event["detail"] or ""):
-                refused += 1
-            if event["kind"] == "call_started" and event["call_id"] not in times:
-                what = (
-                    "it was started, not recorded: it still runs, its recorder was killed, or the"
-                    " disk was full"
-                )
-                yield Finding("notice", f"{where}, call {event['call_id']}", what)
-    if refused:
-        yield Finding("notice", where, f"the disk was full: {refused} requests were refused")
+    yield from _check_events(where, times, tables["events"].batches(session_id))
 
 
 def _check_calls(
@@ -299,6 +287,25 @@ def _check_calls(
     except LedgerError as error:
         advice = "please report it as a bug of rolltap"
         yield Finding("damage", f"session {session_id}", str(error), advice)
+
+
+def _check_events(
+    where: str, calls: Collection[str], events: Iterable[pa.RecordBatch]
+) -> Iterator[Finding]:
+    refused = 0
+    for batch in events:
+        for event in batch.select(["kind", "call_id", "detail"]).to_pylist():
+            call_id = event["call_id"]
+            if event["kind"] == "fault" and _DISK_FULL in (event["detail"] or ""):
+                refused += 1
+            if event["kind"] == "call_started" and call_id not in calls:
+                what = (
+                    "it was started, not recorded: it still runs, its recorder was killed, or the"
+                    " disk was full"
+                )
+                yield Finding("notice", f"{where}, call {call_id}", what)
+    if refused:
+        yield Finding("notice", where, f"the disk was full: {refused} requests were refused")
 
 
 def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
