@@ -57,9 +57,11 @@ def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterat
     disable = not (show and can_show_bar(console))
     with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         bar = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(
-            bar, description=what, completed=done, total=total
-        )
+
+        def advance(what: str, done: int, total: int) -> None:
+            progress.update(bar, description=what, completed=done, total=total)
+
+        yield advance
 
 
 def can_show_bar(console: Console) -> bool:
@@ -84,38 +86,53 @@ class Watch:
         say: Callable[[str], None],
         now: float,
     ) -> None:
-        self._ask, self._bar, self._say = ask, bar, say
-        self._progress, self._engines = ("", 0, 0), ""
+        self._ask = ask
+        self._bar = bar
+        self._say = say
+        self._what = ""
+        self._done = 0
+        self._total = 0
+        self._engines = ""
+        """Sentences on the engines."""
         self._answered: dict[str, float] = {}
-        self._said: tuple[int, Collection[str]] = (0, [])
-        self._asked_at = self._said_at = now
+        """URL of an engine that does not answer -> the time of its last answer."""
+        self._asked_at = now
+        self._said_at = now
+        self._said_done = 0
+        """Amount done in the last line."""
+        self._said_silent: Collection[str] = []
+        """Engines that were silent at the last line."""
 
     def advance(self, what: str, done: int, total: int) -> None:
         """Take the progress of the work."""
-        self._progress = (what, done, total)
+        self._what = what
+        self._done = done
+        self._total = total
         self._show()
 
     def tick(self, now: float) -> None:
         """Ask the engines, and say what there is to say."""
         silent = self._ask()
-        words = [
-            f"the engine at {url} answers again" for url in self._answered if url not in silent
-        ]
+        told = []
+        for url in self._answered:
+            if url not in silent:
+                told.append(f"the engine at {url} answers again")
         self._answered = {url: self._answered.get(url, self._asked_at) for url in silent}
-        words += [
-            f"the engine at {url} has not answered for {now - at:.0f} s"
-            for url, at in self._answered.items()
-        ]
-        self._engines, self._asked_at = "; ".join(words), now
-        line, state = self._show(), (self._progress[1], silent)
-        if line and (state != self._said or now - self._said_at >= SAY_SECONDS):
-            self._said, self._said_at = state, now
+        for url, at in self._answered.items():
+            told.append(f"the engine at {url} has not answered for {now - at:.0f} s")
+        self._engines = "; ".join(told)
+        self._asked_at = now
+        line = self._show()
+        is_news = self._done != self._said_done or silent != self._said_silent
+        if line and (is_news or now - self._said_at >= SAY_SECONDS):
+            self._said_done = self._done
+            self._said_silent = silent
+            self._said_at = now
             self._say(line)
 
     def _show(self) -> str:
-        what, done, total = self._progress
-        line = "; ".join(filter(None, [what, self._engines]))
-        self._bar(line, done, total)
+        line = "; ".join(filter(None, [self._what, self._engines]))
+        self._bar(line, self._done, self._total)
         return line
 
 
@@ -125,10 +142,11 @@ def watched(
 ) -> Iterator[Advance]:
     """Show until the block ends what a `Watch` tells: in a progress bar, or as lines without `bar`
     or a terminal."""
-    ended, lines = Event(), not (bar and can_show_bar(console))
+    ended = Event()
+    shows_bar = bar and can_show_bar(console)
 
     def say(line: str) -> None:
-        if lines and not ended.is_set():
+        if not shows_bar and not ended.is_set():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with progress_bar(console, show=bar) as show:
@@ -138,9 +156,8 @@ def watched(
             while not ended.wait(ASK_SECONDS):
                 watch.tick(time.monotonic())
 
-        Thread(
-            target=run, daemon=True
-        ).start()  # nobody waits for its end: a dead engine may take seconds
+        # nobody waits for its end: a dead engine may take seconds
+        Thread(target=run, daemon=True).start()
         try:
             yield watch.advance
         finally:
@@ -159,8 +176,9 @@ class IdTable(Table):
         while len(shown.columns) > 1 and _least_width(shown, console, options) > options.max_width:
             left_out.insert(0, str(shown.columns.pop().header))
         if left_out:
-            named = f"no room for: {', '.join(left_out)}; --json has all columns"
-            shown.caption = f"{self.caption}; {named}" if self.caption else named
+            shown.caption = f"no room for: {', '.join(left_out)}; --json has all columns"
+            if self.caption:
+                shown.caption = f"{self.caption}; {shown.caption}"
         width = max(_least_width(shown, console, options), options.max_width)
         yield from Table.__rich_console__(shown, console, options.update(max_width=width))
 
@@ -177,13 +195,16 @@ def processes_started() -> int:
 
 def nodes_started() -> int:
     """Return the number of machines on which the launcher started them."""
-    return processes_started() // int(os.environ.get("LOCAL_WORLD_SIZE", processes_started()))
+    processes = processes_started()
+    return processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
 
 
 def end_with_launcher() -> None:
     """Let this process end when its launcher does, which may be killed. The first one alone has
     something to tidy."""
-    number = signal.SIGTERM if runs_first() else signal.SIGKILL
+    number = signal.SIGKILL
+    if runs_first():
+        number = signal.SIGTERM
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 

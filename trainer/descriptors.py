@@ -17,8 +17,10 @@ MOST_DESCRIPTORS = 65_536
 every number."""
 MOST_CONNECTIONS = 16_384
 FEWEST_CONNECTIONS = 8
-_BASE, _PER_SESSION = 96, 24
-"""Descriptors that a process needs beside its connections, and those of a session that runs."""
+_BASE = 96
+"""Descriptors that a process needs beside its connections."""
+_PER_SESSION = 24
+"""Descriptors of a session that runs."""
 _SPARE = 8
 
 
@@ -29,8 +31,7 @@ def raise_limit() -> int:
     Raises `InputError` for one with which no call is answered.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    limit = max(soft, highest)
+    limit = max(soft, _at_most(MOST_DESCRIPTORS, hard))
     if limit < FEWEST_DESCRIPTORS:
         raise InputError(
             f"too few files may be open: {limit}, and a recorder needs {FEWEST_DESCRIPTORS}: raise"
@@ -49,7 +50,7 @@ def make_room(sessions: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed <= soft or soft == resource.RLIM_INFINITY:
         return
-    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    limit = _at_most(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit < needed:
         logger.warning(
@@ -59,6 +60,12 @@ def make_room(sessions: int) -> None:
             sessions,
             needed,
         )
+
+
+def _at_most(wanted: int, hard: int) -> int:
+    if hard == resource.RLIM_INFINITY:
+        return wanted
+    return min(wanted, hard)
 
 
 def share_limit(limit: int, sessions: int) -> int:

@@ -31,13 +31,19 @@ def file_name(text: str) -> str:
 def some(names: Sequence[str], most: int = 5, *, of: int = 0) -> str:
     """Return the first `most` names as text, and how many more there are; of `of` ones, if these
     are more."""
-    more = max(of, len(names)) - len(names[:most])
-    return ", ".join(names[:most]) + (f" and {more} more" if more else "")
+    first = names[:most]
+    text = ", ".join(first)
+    more = max(of, len(names)) - len(first)
+    if more:
+        text += f" and {more} more"
+    return text
 
 
 def counted(number: int, name: str) -> str:
     """Return a number of things by the name of one: `1 call`, `2 calls`."""
-    return f"{number:,} {name}{'s' * (number != 1)}"
+    if number == 1:
+        return f"1 {name}"
+    return f"{number:,} {name}s"
 
 
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?")
@@ -50,14 +56,13 @@ def public_model(model: str) -> str:
 
     A folder in the cache of huggingface_hub is known by its path.
     """
-    if cached := _CACHED.search(model):
+    cached = _CACHED.search(model)
+    if cached is not None:
         return f"{cached[1]}/{cached[2]}"
-    on_hub = (
-        re.fullmatch(r"[\w.-]+/[\w.-]+", model)
-        and not model.startswith(".")
-        and not Path(model).exists()
-    )
-    return model if on_hub else PurePath(model).name
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is not None
+    if is_name and not Path(model).exists():
+        return model
+    return PurePath(model).name
 
 
 _FORM = re.compile(r"([0-9a-f]{8})\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
@@ -85,14 +90,18 @@ class Version:
         """Return how many steps older the weights of a name are, whatever the attempt; None for
         another run's."""
         other = self.parse(text)
-        return self.step - other.step if other is not None and other.run == self.run else None
+        if other is None or other.run != self.run:
+            return None
+        return self.step - other.step
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Return the version of a text; None for a name of another form, such as vLLM's
         `default`."""
         found = _FORM.fullmatch(text)
-        return cls(found[1], int(found[2]), int(found[3])) if found else None
+        if found is None:
+            return None
+        return cls(found[1], int(found[2]), int(found[3]))
 
 
 _ATTEMPT = re.compile(r"(.*?)(?:~([1-9][0-9]*))?", re.DOTALL)

@@ -74,14 +74,16 @@ def send_spans(clock: PhaseClock, attributes: Mapping[str, str | float | None]) 
         return
     from opentelemetry.trace import set_span_in_context
 
-    session = tracer.start_span("session", start_time=min(each.begin for each in clock.intervals))
+    first = clock.intervals[0]
+    last = clock.intervals[-1]
+    session = tracer.start_span("session", start_time=first.begin)
     for name, value in attributes.items():
         if value is not None:
             session.set_attribute(f"rolltap.{name}", value)
     context = set_span_in_context(session)
     for phase, begin, end in clock.intervals:
         tracer.start_span(phase, context, start_time=begin).end(end)
-    session.end(max(each.end for each in clock.intervals))
+    session.end(last.end)
 
 
 @cache
@@ -102,7 +104,7 @@ def _provider() -> "TracerProvider | None":
     It sends the last ones when this process ends. Raises `ImportError`, and `ValueError` for a
     wrong variable.
     """
-    wanted = any(os.environ.get(name) for name in _PLACES)
+    wanted = any(map(os.environ.get, _PLACES))
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider

@@ -53,43 +53,53 @@ def describe_faults(
     """
     found: dict[str, str] = {}
     for fault in faults:
+        if fault["type"] == "default_factory_not_called":  # another key is invalid
+            continue
         path = _path(fault["loc"], unions)
-        key = ".".join(map(str, path))
-        match fault["type"]:
-            case "extra_forbidden":
-                what = f"unknown key {key!r}"
-            case "missing":
-                what = f"{key!r} is missing"
-            case "union_tag_invalid" | "union_tag_not_found":
-                given = fault.get("ctx", {}).get("tag")
-                how = "is missing" if given is None else f"is {reprlib.repr(given)}"
-                tag = f"{key}.kind" if key else "kind"
-                what = (
-                    f"{tag!r} {how}: write one of"
-                    f" {', '.join(unions.get(str(path[-1]) if path else '', ()))}"
-                )
-            case "default_factory_not_called":  # another key is invalid
-                continue
-            case "json_invalid":
-                what = fault["msg"]
-            case "value_error" if not key:  # a check of several keys, which its message names
-                what = fault["msg"].removeprefix("Value error, ")
-            case _:
-                why = fault["msg"].removeprefix("Value error, ")
-                what = (
-                    f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {why}"
-                )
-        found.setdefault(".".join(part for part in path if isinstance(part, str)), what)
+        names = [part for part in path if isinstance(part, str)]
+        found.setdefault(".".join(names), _describe_fault(fault, path, unions))
     return "; ".join(found.values())
+
+
+def _describe_fault(
+    fault: Any, path: Sequence[str | int], unions: Mapping[str, Sequence[str]]
+) -> str:
+    key = ".".join(map(str, path))
+    why = fault["msg"].removeprefix("Value error, ")
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"unknown key {key!r}"
+        case "missing":
+            return f"{key!r} is missing"
+        case "union_tag_invalid" | "union_tag_not_found":
+            given = fault.get("ctx", {}).get("tag")
+            kinds: Sequence[str] = ()
+            tag = "kind"
+            if path:
+                kinds = unions.get(str(path[-1]), ())
+                tag = f"{key}.kind"
+            how = "is missing"
+            if given is not None:
+                how = f"is {reprlib.repr(given)}"
+            return f"{tag!r} {how}: write one of {', '.join(kinds)}"
+        case "json_invalid":
+            return str(fault["msg"])
+        case "value_error" if not key:  # a check of several keys, which its message names
+            return str(why)
+    where = repr(key) if key else "the line"
+    return f"{where} is {reprlib.repr(fault['input'])}: {why}"
 
 
 def _path(places: Sequence[str | int], unions: Mapping[str, Sequence[str]]) -> list[str | int]:
     """Return the keys that lead to a fault. pydantic puts the name of the model after the key of a
     union."""
     path: list[str | int] = []
-    previous: str | int | None = None
+    models: Sequence[str] = ()
+    """Models of the union whose key came before."""
     for place in places:
-        if not (previous in unions and place in unions[str(previous)]):
-            path.append(place)
-        previous = None if previous in unions else place
+        if place in models:
+            models = ()
+            continue
+        path.append(place)
+        models = unions.get(str(place), ())
     return path

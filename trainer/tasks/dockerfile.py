@@ -7,12 +7,8 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_NO_EFFECT = {
-    "CMD",
-    "EXPOSE",
-    "LABEL",
-    "MAINTAINER",
-}  # on files, folders and the environment of other commands
+_NO_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER"}
+"""Instructions without effect on files, folders and the environment of other commands."""
 _PLAIN_SYSTEMS = {"alpine", "busybox", "debian", "python", "ubuntu"}
 
 
@@ -69,11 +65,13 @@ def _lines(text: str) -> list[tuple[int, str]]:
             continue
         first, before = open_line or (number, "")
         if line.endswith("\\"):
-            open_line = first, before + line[:-1] + " "
+            open_line = (first, before + line[:-1] + " ")
         else:
             open_line = None
             lines.append((first, before + line))
-    return lines if open_line is None else [*lines, open_line]
+    if open_line is not None:
+        lines.append(open_line)
+    return lines
 
 
 def _carry_out(line: str, says: Dockerfile, folder: Path) -> bool:
@@ -87,10 +85,12 @@ def _carry_out(line: str, says: Dockerfile, folder: Path) -> bool:
         return False
     match instruction:
         case "FROM":
-            first = says.base is None and says.workdir is None
-            says.base = None if rest == "scratch" else rest
+            is_first = says.base is None and says.workdir is None
+            says.base = rest
+            if rest == "scratch":
+                says.base = None
             says.workdir = None
-            return first and len(rest.split()) == 1
+            return is_first and len(rest.split()) == 1
         case "WORKDIR":
             folder_name = rest.strip("\"'")
             says.workdir = posixpath.normpath(posixpath.join(says.workdir or "/", folder_name))
@@ -117,15 +117,22 @@ def _set_env(rest: str, says: Dockerfile) -> bool:
 
 
 def _copy(rest: str, says: Dockerfile, folder: Path) -> bool:
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
-    if len(words) < 2 or any(word.startswith("--") or set(word) & set("*?[") for word in words):
+    words = shlex.split(rest)
+    if rest.startswith("["):
+        words = json.loads(rest)
+    if len(words) < 2:
         return False
+    for word in words:
+        if word.startswith("--") or set(word) & set("*?["):
+            return False
     *sources, target = words
-    place = posixpath.normpath(posixpath.join(says.workdir or "/", target))
+    into_folder = target.endswith(("/", ".")) or len(sources) > 1
     for name in sources:
         source = (folder / name.lstrip("/")).resolve()
         if not source.exists() or not source.is_relative_to(folder.resolve()):
             return False
-        into = source.is_file() and (target.endswith(("/", ".")) or len(sources) > 1)
-        says.files[posixpath.join(place, source.name) if into else place] = source
+        place = posixpath.normpath(posixpath.join(says.workdir or "/", target))
+        if into_folder and source.is_file():
+            place = posixpath.join(place, source.name)
+        says.files[place] = source
     return True

@@ -78,10 +78,10 @@ class _Network(_Table):
 
 def _on_all_ports(host: str) -> str:
     try:
-        is_ipv6 = ipaddress.ip_address(host).version == 6
+        ipaddress.IPv6Address(host)
     except ValueError:
-        is_ipv6 = False
-    return f"[{host}]:*" if is_ipv6 else f"{host}:*"
+        return f"{host}:*"
+    return f"[{host}]:*"
 
 
 class _Agent(_Network):
@@ -117,19 +117,17 @@ class _Environment(_Network):
         hosts = super().allow()
         if hosts is not None or self.allow_internet is None:
             return hosts
-        return ["*:*"] if self.allow_internet else []
+        if self.allow_internet:
+            return ["*:*"]
+        return []
 
     def limits(self) -> Limits:
         """Return the limits of a session's box."""
         return Limits(
             cpus=self.cpus,
-            memory_gib=_gibibytes(self.memory_mb),
-            disk_gib=_gibibytes(self.storage_mb),
+            memory_gib=self.memory_mb and self.memory_mb / 1024,
+            disk_gib=self.storage_mb and self.storage_mb / 1024,
         )
-
-
-def _gibibytes(size: float | None) -> float | None:
-    return None if size is None else size / 1024
 
 
 class _Verifier(_Network):
@@ -224,7 +222,10 @@ class HarborConfig(_Table):
                 outside = f"the artifact {source} is outside the work folder {workdir}"
                 raise InputError(f"{outside}: only that is kept")
             name = str(place.relative_to(workdir))
-            patterns += ["**"] if name == "." else [name, f"{name}/**"]
+            if name == ".":
+                patterns.append("**")
+            else:
+                patterns += [name, f"{name}/**"]
         return patterns
 
 
@@ -306,10 +307,9 @@ def load_harbor(folder: Path) -> Task:
 def _faults(folder: Path, config: HarborConfig) -> list[str]:
     """Return the parts of a folder that are missing, and those that rolltap cannot have."""
     faults = []
-    if refusals := config.refusals():
-        faults.append(
-            f"task.toml: rolltap cannot have {', '.join(refusals)}: remove it from the task",
-        )
+    refusals = ", ".join(config.refusals())
+    if refusals:
+        faults.append(f"task.toml: rolltap cannot have {refusals}: remove it from the task")
     unusable = ["environment/docker-compose.yaml", "trajectory.json"]
     if config.verifier.environment_mode == "separate":
         unusable.append("tests/Dockerfile")
@@ -343,18 +343,14 @@ def _environment(folder: Path, config: HarborConfig) -> _FoundEnvironment:
     source = folder / "environment"
     image = config.environment.docker_image
     given = config.environment.workdir
+    files: dict[str, Path] = {}
     if image is not None and not (source / "Dockerfile").is_file():
-        return _FoundEnvironment(
-            image=image,
-            optional=is_plain_system(image),
-            workdir=given or _WORKDIR,
-            files={".": source} if source.is_dir() and any(source.iterdir()) else {},
-            env={},
-        )
+        if source.is_dir() and any(source.iterdir()):
+            files["."] = source
+        return _FoundEnvironment(image, is_plain_system(image), given or _WORKDIR, files, {})
     says = read_dockerfile(source / "Dockerfile")
     workdir = given or says.workdir or _WORKDIR
     unclear = says.unclear
-    files: dict[str, Path] = {}
     for place, file in says.files.items():
         if PurePosixPath(place).is_relative_to(workdir):
             files[str(PurePosixPath(place).relative_to(workdir))] = file
@@ -386,7 +382,9 @@ def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
     script = folder / "tests" / "test.sh"
     first = script.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     # the script is mounted as it is, perhaps without its executable bit
-    program = shlex.split(first[2:]) if first.startswith("#!") else ["bash"]
+    program = ["bash"]
+    if first.startswith("#!"):
+        program = shlex.split(first[2:])
     paths = None
     if config.verifier.environment_mode == "separate":
         paths = config.artifact_paths(workdir)
@@ -410,10 +408,8 @@ def _download(tests: Path) -> str | None:
     Such a script without network mostly writes the reward 0, which would be taken for the agent's.
     """
     for script in sorted(tests.rglob("*.sh")):
-        for number, line in enumerate(
-            script.read_text(encoding="utf-8", errors="replace").splitlines(),
-            start=1,
-        ):
+        lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
+        for number, line in enumerate(lines, start=1):
             if _DOWNLOADS.search(line.partition("#")[0]):
                 return f"{script}, line {number}: {line.strip()[:100]}"
     return None

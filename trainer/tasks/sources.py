@@ -202,7 +202,9 @@ def _one_value(path: Path) -> str:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return ""
-    wanted = ".[]" if isinstance(value, list) else "."
+    wanted = "."
+    if isinstance(value, list):
+        wanted = ".[]"
     lines = "one JSON value over several lines, and a task is one line"
     return f"{path} is {lines}: jq -c '{wanted}' {path} writes that"
 

@@ -71,7 +71,9 @@ _IN_IMAGE = f'if [ -f {_CONDA} ]; then . {_CONDA} testbed; fi; exec "$@"'
 
 
 def _from_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return json.loads(value)
+    return value
 
 
 _Names = Annotated[list[str], BeforeValidator(_from_json)]
@@ -123,7 +125,9 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
     """
     swe = SweRow.model_validate(_flat(row))
     where = f"{where} ({swe.instance_id})"
-    workspace = None if repositories is None else _repository(swe, where, repositories)
+    workspace = None
+    if repositories is not None:
+        workspace = _repository(swe, where, repositories)
     if workspace is None and swe.image is None:
         raise InputError(
             f"{where}: the row has no image (keys 'image', 'docker_image', 'image_name'), and no "
@@ -170,7 +174,9 @@ def _flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
         return row
     inner = (row.get("responses_create_params") or {}).get("metadata") or row
     text = inner.get("instance_dict")
-    return {**row, **json.loads(text)} if isinstance(text, str) else row
+    if not isinstance(text, str):
+        return row
+    return {**row, **json.loads(text)}
 
 
 def _foreign(names: Sequence[str]) -> str | None:
@@ -184,7 +190,9 @@ def _foreign(names: Sequence[str]) -> str | None:
 
 def _own_program(swe: SweRow, where: str, foreign: str) -> tuple[TestProgram, list[str]]:
     """Return the test program of a repository without pytest, and the files that it runs."""
-    key = "FAIL_TO_PASS" if foreign in swe.fail_to_pass else "PASS_TO_PASS"
+    key = "PASS_TO_PASS"
+    if foreign in swe.fail_to_pass:
+        key = "FAIL_TO_PASS"
     what = f"{where}: {key} names the test {foreign!r}, which is not a pytest name (FILE.py::TEST)"
     program = TEST_PROGRAMS.get(swe.repo)
     if program is None:
@@ -214,13 +222,16 @@ def _test_command(swe: SweRow, where: str) -> list[str]:
     commands = [given] if isinstance(given, str) else given
     words = shlex.split(commands[0], comments=True)
     is_pytest = "pytest" in words or "py.test" in words
-    if len(commands) > 1 or not is_pytest or set(commands[0]) & set(";&|<>`$"):
+    has_operators = set(commands[0]) & set(";&|<>`$")
+    if len(commands) > 1 or not is_pytest or has_operators:
         raise InputError(
             f"{where}: 'test_cmd' is {given!r}, and only one pytest command without a shell's "
             "operators can be judged: remove the key, or write a task with a judge of kind "
             "'command'"
         )
-    return ["env", *words] if "=" in words[0] else words
+    if "=" in words[0]:
+        return ["env", *words]
+    return words
 
 
 def _repository(swe: SweRow, where: str, repositories: Path) -> Path | None:
