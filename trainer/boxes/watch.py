@@ -50,6 +50,8 @@ Find = Callable[["ProcessTable"], list[psutil.Process]]
 """Returns the processes of a box."""
 FindNow = Callable[[], list[psutil.Process]]
 """Returns them as they are now."""
+Look = Callable[[], StopReason | None]
+"""Returns the limit that a box exceeds; None if it exceeds none."""
 
 
 async def exceeded(limits: Limits, find: Find, folders: Sequence[Path]) -> StopReason:
@@ -105,19 +107,12 @@ def choose_cores(limits: Limits) -> list[int]:
     return sorted(random.sample(available, math.ceil(limits.cpus)))
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    """Return the descendants of process `pid`."""
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
-
-
 def end_program(pid: int, grace: float = 5.0) -> None:
     """End the program of process `pid` and its descendants: SIGTERM, then SIGKILL after `grace`
     seconds."""
     with suppress(psutil.NoSuchProcess):
-        running = [psutil.Process(pid), *descendants(pid)]
+        program = psutil.Process(pid)
+        running = [program, *program.children(recursive=True)]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in running:
                 with suppress(psutil.NoSuchProcess):
@@ -227,7 +222,7 @@ class _Poller:
         self._longest = longest
         self._boxes = 0
 
-    async def repeat(self, look: Callable[[], StopReason | None]) -> StopReason:
+    async def repeat(self, look: Look) -> StopReason:
         """Call `look` again and again until it returns a reason, with pauses: see `pause_after`."""
         loop = asyncio.get_running_loop()
         self._boxes += 1
@@ -241,7 +236,7 @@ class _Poller:
             self._boxes -= 1
 
 
-def _timed(look: Callable[[], StopReason | None]) -> tuple[StopReason | None, float]:
+def _timed(look: Look) -> tuple[StopReason | None, float]:
     begin = time.monotonic()
     reason = look()
     return reason, time.monotonic() - begin

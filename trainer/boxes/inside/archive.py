@@ -52,7 +52,7 @@ def pack(file: IO[bytes], parts: Mapping[str, _PATH]) -> None:
     A link that is a part is followed, one in a part is not. What is no file, folder or link is left
     out. Raises `OSError`.
     """
-    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+    with _new_tar(file) as tar:
         for name, source in parts.items():
             top = os.path.realpath(source)
             _add(tar, top, name.strip("/"))
@@ -81,7 +81,7 @@ def pack_changes(
     """
     now = stamps(folder)
     left = limit
-    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+    with _new_tar(file) as tar:
         for path, stamp in now.items():
             old = before.get(path)
             if old == stamp:
@@ -210,7 +210,9 @@ def take_changes(new: Path, folder: Path) -> None:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    if not os.path.lexists(other) or one.lstat().st_mode != other.lstat().st_mode:
+    if not os.path.lexists(other):
+        return False
+    if one.lstat().st_mode != other.lstat().st_mode:
         return False
     if one.is_symlink():
         return one.readlink() == other.readlink()
@@ -263,6 +265,10 @@ def _allow(path: str, rights: int) -> None:
             os.chmod(path, mode | rights)
 
 
+def _new_tar(file: IO[bytes]) -> tarfile.TarFile:
+    return tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT)
+
+
 def _add(tar: tarfile.TarFile, source: str, name: str) -> None:
     status = os.lstat(source)
     member = tarfile.TarInfo(name)
@@ -290,10 +296,11 @@ def _is_deep(path: str) -> bool:
 def _parts(path: str) -> list[str]:
     """Return the names of a relative path; none if it may lead out of its folder, or is none."""
     parts = path.rstrip("/").split("/")
-    if not _is_link(path) or any(part in ("", ".", "..") for part in parts):
+    if not _is_link(path):
         return []
-    if any(len(os.fsencode(part)) > _MAX_NAME for part in parts):
-        return []
+    for part in parts:
+        if part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME:
+            return []
     return parts
 
 
@@ -343,7 +350,8 @@ def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile
         return
     content = tar.extractfile(member)
     assert content is not None
-    with os.fdopen(os.open(name, _NEW_FILE, 0o600, dir_fd=parent), "wb") as file:
+    descriptor = os.open(name, _NEW_FILE, 0o600, dir_fd=parent)
+    with os.fdopen(descriptor, "wb") as file:
         shutil.copyfileobj(content, file, _CHUNK)
         file.flush()
         os.fchmod(file.fileno(), mode | stat.S_IRUSR)
@@ -356,7 +364,8 @@ def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile
 def _remove(parent: int, name: str) -> None:
     """Remove a file, a link or a folder with all that is in it, if it is there."""
     with suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
             shutil.rmtree(name, dir_fd=parent)
         else:
             os.unlink(name, dir_fd=parent)

@@ -24,7 +24,11 @@ END_SECONDS = 600.0
 """Longest wait for the end of a stream's task. One that hangs ends with the connection."""
 _LOOK_SECONDS = 1.0
 _HEADER = struct.Struct(">IBI")
-_OPEN, _MESSAGE, _DATA, _CLOSE, _ALIVE = range(5)
+_OPEN = 0
+_MESSAGE = 1
+_DATA = 2
+_CLOSE = 3
+_ALIVE = 4
 _MAX_BYTES = 256 << 20
 """Most bytes of a frame. The longest has the paths of a workspace."""
 _QUEUED = 64
@@ -192,19 +196,19 @@ class Connection:
     async def _take_frames(self) -> None:
         while True:
             number, kind, length = _HEADER.unpack(await self._read(_HEADER.size))
-            if length > _MAX_BYTES:
-                raise LostError("it sends no frames")
-            if kind == _DATA and length > CHUNK:
+            most = CHUNK if kind == _DATA else _MAX_BYTES
+            if length > most:
                 raise LostError("it sends no frames")
             content = await self._read(length)
             if kind == _OPEN and self._serve is not None:
                 self._begin(number, _message(content))
                 continue
             stream = self._streams.get(number)
+            task = self._tasks.get(number)
             if stream is None:
                 continue  # it has ended meanwhile
-            if kind == _CLOSE and number in self._tasks:
-                self._tasks[number].cancel()
+            if kind == _CLOSE and task is not None:
+                task.cancel()
             elif kind == _CLOSE:
                 stream.end()
             elif kind == _MESSAGE:
@@ -232,10 +236,12 @@ class Connection:
 
     def _begin(self, number: int, message: dict[str, Any]) -> None:
         assert self._serve is not None
-        stream = self._streams[number] = Stream(self, number)
+        stream = Stream(self, number)
         stream._frames.put_nowait(message)
-        task = self._tasks[number] = asyncio.create_task(self._serve(stream))
+        task = asyncio.create_task(self._serve(stream))
         task.add_done_callback(partial(self._served, number))
+        self._streams[number] = stream
+        self._tasks[number] = task
 
     def _served(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]

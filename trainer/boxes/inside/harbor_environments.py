@@ -105,7 +105,8 @@ class Environments:
         Return whether it came as a whole. It is cut when it has more than `limit` bytes, and when
         it is no file: the box may be hostile.
         """
-        coming = asyncio.ensure_future(self._running(box).download_file(source, target))
+        downloading = self._running(box).download_file(source, target)
+        coming = asyncio.ensure_future(downloading)
         try:
             while not coming.done() and _fits(target, limit):
                 await asyncio.wait([coming], timeout=_LOOK_SECONDS)
@@ -137,7 +138,8 @@ class Environments:
     async def stop_all(self) -> None:
         """Stop and delete all environments at the same time."""
         stopping = [_delete(made) for made in self._started.values()]
-        await asyncio.wait_for(asyncio.gather(*stopping, return_exceptions=True), _STOP_SECONDS)
+        stopped = asyncio.gather(*stopping, return_exceptions=True)
+        await asyncio.wait_for(stopped, _STOP_SECONDS)
 
     async def answer(self, request: Fields) -> Fields:
         """Return the answer to a request."""

@@ -46,7 +46,10 @@ class Canary:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: "list[Any]") -> None:
         """Put the canary last, whatever the arguments select."""
-        items[:] = [item for item in items if item not in self.items] + self.items
+        for item in self.items:
+            if item in items:
+                items.remove(item)
+        items += self.items
 
     def pytest_collection_finish(self, session: Any) -> None:
         """Write the names of the marked tests."""

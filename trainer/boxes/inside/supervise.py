@@ -106,7 +106,8 @@ class Supervisor:
     def _wait(self, woken: int) -> None:
         """Return when the program has ended, or when it has to and its time of grace is over."""
         poll = select.poll()
-        for descriptor in (woken, self._control.fileno(), self._parent):
+        control = self._control.fileno()
+        for descriptor in (woken, control, self._parent):
             poll.register(descriptor, select.POLLIN)
         deadline: float | None = None
         while True:
@@ -121,10 +122,10 @@ class Supervisor:
             ready = dict(poll.poll(milliseconds))
             if woken in ready:
                 os.read(woken, 4096)
-            if self._control.fileno() in ready and self._is_told_to_terminate():
+            if control in ready and self._is_told_to_terminate():
                 self._signal(signal.SIGTERM)
-            elif self._control.fileno() in ready or self._parent in ready:
-                poll.unregister(self._control)
+            elif control in ready or self._parent in ready:
+                poll.unregister(control)
                 poll.unregister(self._parent)
                 deadline = time.monotonic() + self._request["grace"]
                 if self._request["grace"]:
@@ -191,7 +192,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     request = json.load(sys.stdin)
-    status = Supervisor(request, socket.socket(fileno=int(sys.argv[1]))).run()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    status = Supervisor(request, control).run()
     if status < 0:
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)
