@@ -18,7 +18,6 @@ from rolltap.addons.store.door import open_file
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import batch_rows, read_batches
 from rolltap.trainer.runs.views.outcomes import VersionRewards, reward_steps
-from rolltap.trainer.runs.views.text import TokenText
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.viewer.data import (
@@ -84,16 +83,21 @@ def _run(reader: RunReader) -> JSON:
             evaluated = reward_steps(load_sessions(reader.run / EVALUATION).values())
     except RunError as error:
         values["faults"].append(str(error))
+    why_no_text = None
+    if isinstance(reader.known_text, str):
+        why_no_text = reader.known_text
     values["evaluation"] = [asdict(each) for each in evaluated]
     values["run"] = {
         "path": str(reader.run.absolute()),
         "name": reader.run.resolve().name,
         "model": str(read_metadata(reader.run).get("model", "")),
-        "tokenizer": None if isinstance(reader.known_text, TokenText) else reader.known_text,
+        "tokenizer": why_no_text,
         "recording": reader.recording(),
     }
+    values["training"] = None
     steps = values["summary"]["trained"]
-    values["training"] = {"metrics": metrics, "steps": steps} if metrics or steps else None
+    if metrics or steps:
+        values["training"] = {"metrics": metrics, "steps": steps}
     return values
 
 
@@ -128,7 +132,9 @@ def _log(run: Path, names: Collection[str], *, is_end: bool = True) -> str | Non
         if size <= MOST_BYTES:
             return text
         note = f"[{MOST_BYTES:,} of {size:,} bytes; the whole is in logs/{name}]"
-        return f"{note}\n{text}" if is_end else f"{text}\n{note}"
+        if is_end:
+            return f"{note}\n{text}"
+        return f"{text}\n{note}"
     return None
 
 
@@ -154,9 +160,8 @@ def _rows_with(batch: pa.RecordBatch, wanted: str) -> pa.RecordBatch:
     """Return the rows that have a text somewhere in the JSON of `_SEARCHED`."""
     written = json.dumps(wanted, ensure_ascii=False)[1:-1]
     rows = batch.select(["session_id", "call_id", *_SEARCHED])
-    in_messages, in_reply = (
-        pc.match_substring(rows.column(name), written, ignore_case=True) for name in _SEARCHED
-    )
+    in_messages = pc.match_substring(rows["messages"], written, ignore_case=True)
+    in_reply = pc.match_substring(rows["reply"], written, ignore_case=True)
     return rows.filter(pc.or_kleene(in_messages, in_reply))
 
 
@@ -166,12 +171,19 @@ def _excerpt(row: Mapping[str, Any], pattern: re.Pattern[str]) -> str | None:
         for text in _texts(json.loads(row[name] or "null")):
             match = pattern.search(text)
             if match is not None:
-                first = max(0, match.start() - AROUND)
-                last = match.end() + AROUND
-                before = "… " if first > 0 else ""
-                after = " …" if last < len(text) else ""
-                return f"{before}{text[first:last]}{after}"
+                return _around(match)
     return None
+
+
+def _around(match: re.Match[str]) -> str:
+    first = max(0, match.start() - AROUND)
+    last = match.end() + AROUND
+    excerpt = match.string[first:last]
+    if first > 0:
+        excerpt = f"… {excerpt}"
+    if last < len(match.string):
+        excerpt = f"{excerpt} …"
+    return excerpt
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltap.addons.store.records import CallRole, Session
-from rolltap.trainer.runs.views.calls import show_call, tool_names
+from rolltap.trainer.runs.views.calls import show_call
 from rolltap.trainer.runs.views.compare import compare_sessions
-from rolltap.trainer.runs.views.inspect import sampling_versions, show_session
+from rolltap.trainer.runs.views.inspect import show_session
 from rolltap.trainer.runs.views.report import summarize_digests
 from rolltap.trainer.runs.views.text import Piece, TokenText
 from rolltap.trainer.traces.reader import RecordedSession
@@ -42,15 +42,6 @@ _OF_ROW = (
     "finished_at",
 )
 _OF_GROUP = ("session_id", "reward", "status", "advantage")
-_OF_CALL = (
-    "started_at",
-    "first_token_at",
-    "finished_at",
-    "dialect",
-    "model",
-    "engine",
-    "cached_tokens",
-)
 _COUNTED = (
     "calls",
     "sampled",
@@ -92,19 +83,27 @@ def run_json(overview: Overview) -> JSON:
         "read": overview.progress,
         "faults": overview.faults,
         "summary": values,
-        "groups": [_group(group_id, rows) for group_id, rows in groups.items()],
+        "groups": [_group(rows) for rows in groups.values()],
     }
 
 
-def _group(group_id: str, rows: Sequence[JSON]) -> JSON:
-    tasks = [row["task_id"] for row in rows if row["task_id"]]
-    rewards = [row["reward"] for row in rows]
+def _group(rows: Sequence[JSON]) -> JSON:
+    task_id = ""
+    sessions = []
+    rewards = []
+    given = []
+    for row in rows:
+        task_id = task_id or row["task_id"]
+        sessions.append(row["session_id"])
+        rewards.append(row["reward"])
+        if row["reward"] is not None:
+            given.append(row["reward"])
     return {
-        "group_id": group_id,
-        "task_id": tasks[0] if tasks else "",
-        "sessions": [row["session_id"] for row in rows],
+        "group_id": rows[0]["group_id"],
+        "task_id": task_id,
+        "sessions": sessions,
         "rewards": rewards,
-        "signal": rewards_differ([reward for reward in rewards if reward is not None]),
+        "signal": rewards_differ(given),
     }
 
 
@@ -113,11 +112,16 @@ def session_rows(overview: Overview) -> list[JSON]:
     steps: defaultdict[str, list[TrainedSession]] = defaultdict(list)
     for each in overview.trained:
         steps[each.session_id].append(each)
-    rows = [_session_row(entry, steps[entry.session_id]) for entry in overview.entries]
-    rows.sort(key=itemgetter("session_id"))
-    dated = [row for row in rows if row["started_at"] is not None]
-    dated.sort(key=itemgetter("started_at"))
-    return dated + [row for row in rows if row["started_at"] is None]
+    started = []
+    others = []
+    for entry in sorted(overview.entries, key=attrgetter("session_id")):
+        row = _session_row(entry, steps[entry.session_id])
+        if row["started_at"] is None:
+            others.append(row)
+        else:
+            started.append(row)
+    started.sort(key=itemgetter("started_at"))
+    return started + others
 
 
 def _session_row(entry: Entry, steps: Sequence[TrainedSession]) -> JSON:
@@ -128,11 +132,13 @@ def _session_row(entry: Entry, steps: Sequence[TrainedSession]) -> JSON:
         "group_id": session.group_id or entry.session_id,
         "reward": session_reward(entry.session),
         "suspicions": suspected(entry.session),
-        "advantage": steps[-1].advantage if steps else None,
-        "reason": steps[-1].reason if steps else None,
-        "steps": {str(each.step): list(each.ledger.left_out) for each in steps},
+        "advantage": None,
+        "steps": {},
         "read": entry.digest is not None,
     }
+    for step in steps:
+        row["steps"][str(step.step)] = list(step.ledger.left_out)
+        row["advantage"] = step.advantage
     if entry.digest is not None:
         counts = entry.digest.counts
         events = counts["events"]
@@ -158,21 +164,20 @@ def session_json(run: Path, loaded: LoadedSession, overview: Overview) -> JSON:
     values = show_session(run, recorded, loaded.events, loaded.trained).to_json()
     for node, call in zip(values["calls"], recorded.calls, strict=True):
         node |= {
-            **_pick(call, _OF_CALL),
-            "weight_versions": sampling_versions([call]),
+            "started_at": call.started_at,
+            "first_token_at": call.first_token_at,
+            "finished_at": call.finished_at,
             "messages": call.parsed_messages,
             "reply": call.parsed_reply,
-            "tools": tool_names(call),
         }
-    rows = {row["session_id"]: row for row in session_rows(overview)}
-    group_id = rows[recorded.session_id]["group_id"]
-    group = []
-    for row in rows.values():
-        if row["group_id"] == group_id:
-            group.append({name: row[name] for name in _OF_GROUP})
     values["lanes"] = _lanes(values["calls"])
     values["events"] = sorted(loaded.events, key=itemgetter("at"))
-    values["group"] = group
+    groups: defaultdict[str, list[JSON]] = defaultdict(list)
+    for row in session_rows(overview):
+        members = groups[row["group_id"]]
+        members.append({name: row[name] for name in _OF_GROUP})
+        if row["session_id"] == recorded.session_id:
+            values["group"] = members
     return values
 
 
@@ -213,43 +218,36 @@ def call_json(
     number = ids.index(call_id)
     call = calls[number]
     parents, reasons = loaded.judged
-    above = [calls[each] for each in path_to(number, parents.__getitem__)[:-1]]
+    parent_id = None
     sampled = []
     cuts = [0]
-    for each in above:
-        start = len(each.prompt_ids)
-        end = start + len(each.completion_ids)
-        sampled.append({"call_id": each.call_id, "start": start, "end": end})
+    for each in path_to(number, parents.__getitem__)[:-1]:
+        parent_id = calls[each].call_id
+        start = len(calls[each].prompt_ids)
+        end = start + len(calls[each].completion_ids)
+        sampled.append({"call_id": parent_id, "start": start, "end": end})
         cuts += [start, end]
     if not whole:
         cuts = cuts[-1:]
-    prompt_ids = list(call.prompt_ids)
-    cuts.append(len(prompt_ids))
-    prompt_pieces: list[Piece] | None = None
-    completion_pieces: list[Piece] | None = None
-    if isinstance(text, TokenText):
-        completion_pieces = text.pieces(call.completion_ids)
-        prompt_pieces = []
-        for start, end in pairwise(cuts):
-            prompt_pieces += text.pieces(prompt_ids[start:end])
+    cuts.append(len(call.prompt_ids))
     view = show_call(run, calls, number, reasons[number])
     # `to_json` would copy the tokens one by one
     without_tokens = replace(call, prompt_ids=[], completion_ids=[], logprobs=[])
     values = replace(view, call=without_tokens).to_json()
     values["call"] |= {
-        "prompt_ids": prompt_ids[cuts[0] :],
+        "prompt_ids": list(call.prompt_ids[cuts[0] :]),
         "completion_ids": list(call.completion_ids),
         "logprobs": _short_floats(np.array(call.logprobs, np.float32)),
     }
-    differing = ("common", "recorded", "rendered")
     trained: list[JSON] = []
     for step in loaded.trained:
         trained += _trained_spans(step, call_id)
+    differing = ("common", "recorded", "rendered")
     return {
         **values,
-        "parent_id": above[-1].call_id if above else None,
-        "prompt_pieces": prompt_pieces,
-        "completion_pieces": completion_pieces,
+        "parent_id": parent_id,
+        "prompt_pieces": _pieces(text, call.prompt_ids, cuts),
+        "completion_pieces": _pieces(text, call.completion_ids, [0, len(call.completion_ids)]),
         "sampled": sampled,
         "excluded": _excluded(loaded, number),
         "trained": trained,
@@ -257,18 +255,31 @@ def call_json(
     }
 
 
+def _pieces(text: TokenText | str, ids: Sequence[int], cuts: Sequence[int]) -> list[Piece] | None:
+    if isinstance(text, str):
+        return None
+    pieces = []
+    for start, end in pairwise(cuts):
+        pieces += text.pieces(ids[start:end])
+    return pieces
+
+
 def _excluded(loaded: LoadedSession, number: int) -> list[JSON]:
     """Return the parts of a call's completion that are not trained: by the newest step, or as a
     training would leave them out."""
     call = loaded.recorded.calls[number]
+    excluded = []
     if loaded.trained:
-        spans = [span for span in loaded.trained[-1].left_out if span.call_id == call.call_id]
-        return [_pick(span, ("start", "end", "reason")) for span in spans]
+        for span in loaded.trained[-1].left_out:
+            if span.call_id == call.call_id:
+                excluded.append(_pick(span, ("start", "end", "reason")))
+        return excluded
     _, reasons = loaded.judged
     reason = reasons[number] or label_session(loaded.recorded.session, RewardRules()).reason
-    if reason is None:
-        return []
-    return [{"start": 0, "end": len(call.completion_ids), "reason": reason}]
+    if reason is not None:
+        end = len(call.completion_ids)
+        excluded.append({"start": 0, "end": end, "reason": reason})
+    return excluded
 
 
 def _texts(text: TokenText | str, tokens: JSON | None, names: Sequence[str]) -> JSON | None:
@@ -293,17 +304,17 @@ def _trained_spans(step: TrainedSession, call_id: str) -> Iterator[JSON]:
     for span in step.spans:
         last = first + span.end - span.start
         if span.call_id == call_id:
-            differences = weights = None
-            if step.differences is not None:
-                differences = _short_floats(step.differences[first:last])
-            if step.weights is not None:
-                weights = _short_floats(step.weights[first:last])
-            yield {
+            values: JSON = {
                 **_pick(step, ("step", "version", "advantage")),
                 **_pick(span, ("start", "end")),
-                "differences": differences,
-                "weights": weights,
+                "differences": None,
+                "weights": None,
             }
+            if step.differences is not None:
+                values["differences"] = _short_floats(step.differences[first:last])
+            if step.weights is not None:
+                values["weights"] = _short_floats(step.weights[first:last])
+            yield values
         first = last
 
 

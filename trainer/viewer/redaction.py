@@ -20,12 +20,15 @@ _MARK = "redacted"
 def redact_call(values: JSON, secrets: Secrets) -> JSON:
     """Return a call's answer without secrets in its texts. Its tokens stay as `redact_tokens` left
     them. Log-probabilities have four decimals."""
-    pieces = {name: values.pop(name) for name in ("prompt_pieces", "completion_pieces")}
-    call = values["call"]
-    numbers = {name: call.pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")}
-    redacted: JSON = secrets.redact_values(values) | pieces
-    redacted["call"] |= numbers
-    redacted["call"]["logprobs"] = [round(value, 4) for value in numbers["logprobs"]]
+    logprobs = values["call"].pop("logprobs")
+    tokens = {}
+    for part in _PARTS:
+        tokens[part] = (values["call"].pop(f"{part}_ids"), values.pop(f"{part}_pieces"))
+    redacted: JSON = secrets.redact_values(values)
+    redacted["call"]["logprobs"] = [round(value, 4) for value in logprobs]
+    for part, (ids, pieces) in tokens.items():
+        redacted["call"][f"{part}_ids"] = ids
+        redacted[f"{part}_pieces"] = pieces
     return redacted
 
 
@@ -65,8 +68,12 @@ def redact_tokens(
 def _mark_secrets(calls: Sequence[JSON], secrets: Secrets) -> set[str]:
     """Mark the pieces that have a secret, which may begin in one call and end in another. Return
     the kinds of the secrets."""
-    by_id = {call["call"]["call_id"]: call for call in calls}
-    parents = {call_id: call["parent_id"] for call_id, call in by_id.items()}
+    by_id: dict[str, JSON] = {}
+    parents: dict[str, str | None] = {}
+    for call in calls:
+        call_id = call["call"]["call_id"]
+        by_id[call_id] = call
+        parents[call_id] = call["parent_id"]
     kinds: set[str] = set()
     found: list[list[Piece]] = []
     for last in parents.keys() - parents.values():
@@ -74,13 +81,16 @@ def _mark_secrets(calls: Sequence[JSON], secrets: Secrets) -> set[str]:
         for call_id in path_to(last, parents.__getitem__):
             for part in _PARTS:
                 pieces += by_id[call_id][f"{part}_pieces"] or []
-        ends = list(accumulate(len(piece[0]) for piece in pieces))
-        for kind, start, end in secrets.find("".join(piece[0] for piece in pieces)):
+        texts = [piece[0] for piece in pieces]
+        ends = list(accumulate(map(len, texts)))
+        for kind, start, end in secrets.find("".join(texts)):
             kinds.add(kind)
-            found.append(pieces[bisect_right(ends, start) : bisect_left(ends, end) + 1])
+            first_piece = bisect_right(ends, start)
+            last_piece = bisect_left(ends, end)
+            found.append(pieces[first_piece : last_piece + 1])
     # conversations share pieces: none is changed before all were searched
-    for within in found:
-        for piece in within:
+    for marked in found:
+        for piece in marked:
             piece[:] = ["", piece[1], _MARK]
-        within[0][0] = REDACTED
+        marked[0][0] = REDACTED
     return kinds

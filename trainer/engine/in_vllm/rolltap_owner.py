@@ -57,17 +57,26 @@ class OneOwner:
             return 405
         try:
             asked = json.loads(body)
-            owner, about, steal = asked["owner"], asked.get("about", ""), asked.get("steal", False)
+            owner = asked["owner"]
+            about = asked.get("about", "")
+            steal = asked.get("steal", False)
             base = asked.get("base", self._base)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return 400
-        types = (owner, str), (about, str), (steal, bool), (base, str | None)
-        if not owner or not all(isinstance(value, kind) for value, kind in types):
+        are_texts = isinstance(owner, str) and isinstance(about, str)
+        if not (owner and are_texts and isinstance(steal, bool) and isinstance(base, str | None)):
             return 400
-        if self._owner not in (None, owner) and not (method == "PUT" and steal):
-            return 409
-        self._owner, self._about = (owner, about) if method == "PUT" else (None, self._about)
-        self._base = base if method == "PUT" else self._base
+        is_others = self._owner not in (None, owner)
+        if method == "PUT":
+            if is_others and not steal:
+                return 409
+            self._owner = owner
+            self._about = about
+            self._base = base
+        else:
+            if is_others:
+                return 409
+            self._owner = None
         return 200
 
 
