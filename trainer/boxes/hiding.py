@@ -20,13 +20,12 @@ class HidingRuntime:
 
     programs_here = True
 
-    def __init__(self, tools: Iterable[Path] = (), hidden: Iterable[Path] = ()) -> None:
+    def __init__(self, tools: Iterable[Path] = ()) -> None:
         self.tools = [Path(os.path.abspath(tool)) for tool in tools]
         self.programs: set[str] = set()
         """Programs of the operator's, by name or path: a sandbox shows what they need."""
         self._hidden: list[str] = []
         """Sorted, without links, each with a separator at its end."""
-        self.hide(hidden)
 
     def hide(self, paths: Iterable[Path]) -> None:
         """Hide files and folders, which may not exist yet, in boxes that are made from now on.

@@ -74,11 +74,14 @@ class BoxSpec:
 
     def written(self) -> list[Path]:
         """Return the files and folders of this machine that programs in the box can write to."""
-        return [
-            self.workspace,
-            self.home,
-            *(mount.source for mount in self.mounts if mount.writable),
-        ]
+        writable = [mount.source for mount in self.mounts if mount.writable]
+        return [self.workspace, self.home, *writable]
+
+    def disk_bytes(self) -> int:
+        """Return the limit of the disk of an isolated box."""
+        limit = self.limits.of_isolated().disk_gib
+        assert limit is not None
+        return int(limit * 2**30)
 
 
 @dataclass(frozen=True, slots=True)

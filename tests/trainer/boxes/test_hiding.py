@@ -66,7 +66,8 @@ def test_what_is_hidden_is_covered_where_a_tool_folder_shows_it(tmp_path, hidden
     for name in ("tool/run", "tool/inner/bin", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to("tool")
-    runtime = HidingRuntime(hidden=[tmp_path / hidden])
+    runtime = HidingRuntime()
+    runtime.hide([tmp_path / hidden])
     assert runtime.hidden_in([tmp_path / tool]) == [tmp_path / path for path in found]
 
 
@@ -83,7 +84,8 @@ class Looked(list):
 def test_what_is_hidden_elsewhere_is_not_looked_at(tmp_path):
     (tmp_path / "tool/run").mkdir(parents=True)
     elsewhere = [tmp_path / f"tool{number}" for number in range(1000)]
-    runtime = HidingRuntime(hidden=[*elsewhere, tmp_path / "tool/run"])
+    runtime = HidingRuntime()
+    runtime.hide([*elsewhere, tmp_path / "tool/run"])
     runtime._hidden = Looked(runtime._hidden)
     assert runtime.hidden_in([tmp_path / "tool"]) == [tmp_path / "tool/run"]
     assert runtime._hidden.looked < 20

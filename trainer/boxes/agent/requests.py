@@ -29,7 +29,6 @@ from rolltap.trainer.tasks.task import Limits
 
 _LOOK_SECONDS = 0.1
 _CHUNK = 64 << 10
-_GIB = 1 << 30
 
 
 async def serve(stream: Stream) -> None:
@@ -145,9 +144,7 @@ class _Programs:
         self._log = log
         self._before: Any = None
         """The files of the workspace as the other side has them."""
-        limit = spec.limits.of_isolated().disk_gib
-        assert limit is not None
-        self._limit = int(limit * _GIB)
+        self._limit = spec.disk_bytes()
 
     async def serve(self) -> None:
         """Run programs until the stream is closed."""

@@ -46,8 +46,12 @@ has at most 107 bytes (unix(7))."""
 _SAID_BYTES = 2000
 _NOT_CONNECTED = 255
 """Exit status of ssh(1) for an error of its own; others are those of the program on the machine."""
-_CONNECT_SECONDS = 60.0
-_FORWARD_SECONDS = 60.0
+_OPTIONS = (
+    "ControlMaster=yes ControlPersist=no BatchMode=yes ForwardAgent=no ForwardX11=no"
+    " ClearAllForwardings=yes PermitLocalCommand=no RemoteCommand=none"
+)
+"""Nobody is asked for a password, and the user's agent, screen and ports stay here."""
+_ANSWER_SECONDS = 60.0
 _END_SECONDS = 20.0
 
 
@@ -67,22 +71,9 @@ class Machine:
     arguments: tuple[str, ...] = ()
 
     def connect(self, control: Path, program: str) -> list[str]:
-        """Return the command that runs a program on the machine. `control` is for its socket.
-
-        Nobody is asked for a password, and the user's agent, screen and ports stay here.
-        """
-        options = ["-T", "-e", "none"]
-        for option in (
-            f"ControlPath={control}",
-            "ControlMaster=yes",
-            "ControlPersist=no",
-            "BatchMode=yes",
-            "ForwardAgent=no",
-            "ForwardX11=no",
-            "ClearAllForwardings=yes",
-            "PermitLocalCommand=no",
-            "RemoteCommand=none",
-        ):
+        """Return the command that runs a program on the machine. `control` is for its socket."""
+        options = ["-T", "-e", "none", "-o", f"ControlPath={control}"]
+        for option in _OPTIONS.split():
             options += ["-o", option]
         return ["ssh", *options, *self.arguments, "--", self.host, program]
 
@@ -125,10 +116,10 @@ class Link:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(_FORWARD_SECONDS):
+            async with asyncio.timeout(_ANSWER_SECONDS):
                 _, said = await asked.communicate()
         except TimeoutError as error:
-            how = f"did not answer within {_FORWARD_SECONDS:g} s"
+            how = f"did not answer within {_ANSWER_SECONDS:g} s"
             raise OSError(f"the machine {host} {how}") from error
         finally:
             await _end(asked, 0)
@@ -184,7 +175,7 @@ async def _start_agent(
     assert client.stdout is not None
     files = await asyncio.to_thread(_agent_files)
     try:
-        async with asyncio.timeout(_CONNECT_SECONDS):
+        async with asyncio.timeout(_ANSWER_SECONDS):
             client.stdin.write(f"{_BOOT.read_text()!r}\n{len(files)}\n".encode() + files)
             await client.stdin.drain()
             for _ in range(_LINES_BEFORE):
@@ -192,7 +183,7 @@ async def _start_agent(
                     return _text(await client.stdout.readuntil())
         raise OSError("it says much and starts no agent")
     except TimeoutError as error:
-        why = f"no answer within {_CONNECT_SECONDS:g} s"
+        why = f"no answer within {_ANSWER_SECONDS:g} s"
         raise _not_reached(machine, errors, why) from error
     except (OSError, EOFError, asyncio.LimitOverrunError) as error:
         await _end(client, _END_SECONDS)

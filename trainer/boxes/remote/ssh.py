@@ -34,7 +34,6 @@ LATE_SECONDS = 600.0
 """Longest wait for what a program leaves, when it should have ended by its own timeout."""
 _TAKEN_BYTES = 80 << 20
 """Most bytes of an output or a verdict. A machine that keeps to its agent sends less."""
-_GIB = 1 << 30
 
 
 class _Message(BaseModel):
@@ -118,9 +117,7 @@ class SshBox:
         self._stream = stream
         self._workspace = spec.workspace
         self._pipes = [mount.source for mount in spec.mounts if mount.source.is_fifo()]
-        limit = spec.limits.of_isolated().disk_gib
-        assert limit is not None
-        self._limit = int(limit * _GIB)
+        self._limit = spec.disk_bytes()
         """Most bytes of the changes that come back."""
 
     async def run(
@@ -303,15 +300,21 @@ class SshImageRuntime(SshRuntime):
 def _parts(spec: BoxSpec, files: Iterable[Path]) -> tuple[dict[str, Path], list[dict[str, Any]]]:
     """Return what goes to the machine by its name there, and the mounts of these names."""
     parts = {"workspace": spec.workspace, "home": spec.home}
-    mounts = []
-    for number, mount in enumerate([*spec.mounts, *(Mount(file, str(file)) for file in files)]):
-        source = f"mounts/{number}"
+    mounts: list[dict[str, Any]] = []
+    of_preset = [Mount(file, str(file)) for file in files]
+    for mount in (*spec.mounts, *of_preset):
+        source = f"mounts/{len(mounts)}"
         is_pipe = mount.source.is_fifo()
         inside = spec.in_workspace(mount)
         if inside is not None:
             source = f"workspace/{inside}"
         elif not is_pipe:
             parts[source] = mount.source
-        told = {"source": source, "target": mount.target, "writable": mount.writable}
-        mounts.append({**told, "pipe": is_pipe})
+        sent = {
+            "source": source,
+            "target": mount.target,
+            "writable": mount.writable,
+            "pipe": is_pipe,
+        }
+        mounts.append(sent)
     return parts, mounts

@@ -293,7 +293,7 @@ async def test_a_silent_machine_without_a_forward_is_named(machine, tmp_path, st
     (tmp_path / "first").mkdir()
     async with runtime.box(spec_in(tmp_path / "first")):
         stop(below(psutil.Process()))
-        monkeypatch.setattr(connection, "_FORWARD_SECONDS", 0.1)
+        monkeypatch.setattr(connection, "_ANSWER_SECONDS", 0.1)
         with pytest.raises(OSError, match=r"the machine .*@machine did not answer within 0\.1 s"):
             async with runtime.box(spec_in(tmp_path, name="next", proxy="127.0.0.1:9")):
                 pass
