@@ -39,11 +39,21 @@ _ABSENT = """
 """
 """Fields of PEFT's `LoraConfig` that vLLM does not know or refuses. Source: vLLM 0.32,
 `PEFTHelper`."""
+
+
+def _is_too_high(rank: int) -> bool:
+    return rank > LORA_RANKS[-1]
+
+
+def _has_too_high(ranks: Mapping[str, int] | None) -> bool:
+    return any(map(_is_too_high, (ranks or {}).values()))
+
+
 _UNSERVED: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_ABSENT.split(), bool),
     **CHANGE_BASE,
-    "r": lambda rank: rank > LORA_RANKS[-1],
-    "rank_pattern": lambda ranks: max((ranks or {}).values(), default=0) > LORA_RANKS[-1],
+    "r": _is_too_high,
+    "rank_pattern": _has_too_high,
 }
 
 
@@ -114,7 +124,8 @@ def check_arguments(
 
 
 def _check_machine(machine: Machine, numbers: Mapping[str, int | None]) -> None:
-    each, uneven = divmod(machine.processes, machine.nodes)
+    each = machine.processes // machine.nodes
+    uneven = machine.processes % machine.nodes
     if uneven:
         what = f"processes = {machine.processes} is no multiple of nodes = {machine.nodes}"
         raise InputError(f"{what}: change [machine]")

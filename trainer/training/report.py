@@ -64,9 +64,13 @@ def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
 def cut_metrics(path: Path, step: int) -> None:
     """Remove the lines after `step`, and a last line without its end. Raises as `read_metrics`, and
     `OSError`."""
-    if path.exists():
-        kept = b"".join(_line(line) for line in read_metrics(path) if line["step"] <= step)
-        write_atomically(path, kept.decode())
+    if not path.exists():
+        return
+    kept = b""
+    for metrics in read_metrics(path):
+        if metrics["step"] <= step:
+            kept += _line(metrics)
+    write_atomically(path, kept.decode())
 
 
 def _line(values: Mapping[str, Any]) -> bytes:
@@ -134,9 +138,8 @@ class Reports(TrainerCallback):
         self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any
     ) -> None:
         """Report a step."""
-        if (
-            not state.is_world_process_zero or "train_runtime" in logs
-        ):  # a summary comes after the last step
+        is_summary = "train_runtime" in logs  # it comes after the last step
+        if is_summary or not state.is_world_process_zero:
             return
         append_metrics(self._run / METRICS, state.global_step, logs)
         line = step_line(state.global_step, state.max_steps, logs)
@@ -149,11 +152,10 @@ class Reports(TrainerCallback):
         """Say that the training has taken all its steps."""
         took = timedelta(seconds=round(time.monotonic() - self._began))
         line = f"trained {counted(steps, 'step')} in {took}"
-        rewards = [
-            each["reward"]
-            for each in read_metrics(self._run / METRICS)
-            if each.get("reward") is not None
-        ]
+        rewards = []
+        for metrics in read_metrics(self._run / METRICS):
+            if metrics.get("reward") is not None:
+                rewards.append(metrics["reward"])
         if rewards:
             line += f", reward {rewards[0]:.3f} at first and {rewards[-1]:.3f} at last"
         self._console.print(line)
@@ -174,8 +176,11 @@ def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
 
     The difference, or `off policy`, is the largest of the means by kind of continuity.
     """
-    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-    for name, value in [*numbers.items()]:
+    numbers: dict[str, float] = {}
+    for name, value in logs.items():
+        if not isinstance(value, int | float):
+            continue
+        numbers[name] = value
         kind = name.partition("/")[0]
         if kind in ("difference", "off_policy"):
             numbers[kind] = max(value, numbers.get(kind, value))
