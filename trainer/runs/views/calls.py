@@ -156,20 +156,22 @@ def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
     position = 0
     for other in calls:
         if other.status == "completed" and start_order(other) < start_order(call):
-            common = common_length(prompt, pack(other.prompt_ids) + pack(other.completion_ids))
-            if common >= position:
+            recorded = pack(other.prompt_ids) + pack(other.completion_ids)
+            length = common_length(prompt, recorded)
+            if length >= position:
                 best = other
-                position = common
+                position = length
     if best is None:
         return None
-    recorded = [*best.prompt_ids, *best.completion_ids]
-    return Divergence(
-        call_id=best.call_id,
-        position=position,
-        common=list(call.prompt_ids[max(position - NEAR, 0) : position]),
-        recorded=recorded[position : position + NEAR],
-        rendered=list(call.prompt_ids[position : position + NEAR]),
-    )
+    common, rendered = tokens_around(call.prompt_ids, position)
+    _, earlier = tokens_around([*best.prompt_ids, *best.completion_ids], position)
+    return Divergence(best.call_id, position, common, earlier, rendered)
+
+
+def tokens_around(ids: Sequence[int], position: int) -> tuple[list[int], list[int]]:
+    """Return the tokens before a position, and those from it on, at most `NEAR` of each."""
+    before = ids[max(position - NEAR, 0) : position]
+    return list(before), list(ids[position : position + NEAR])
 
 
 def _parts(view: CallView, decode: Decoder | None, *, coloured: bool) -> Iterator[RenderableType]:

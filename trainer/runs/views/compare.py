@@ -17,7 +17,7 @@ from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.runs.views.calls import NEAR, message_text, written
+from rolltap.trainer.runs.views.calls import message_text, tokens_around, written
 from rolltap.trainer.runs.views.text import load_decoder
 from rolltap.trainer.traces.conversations import (
     CallConversation,
@@ -123,13 +123,15 @@ def _differing_tokens(a: RecordedSession, b: RecordedSession) -> dict[str, Any] 
         theirs = [*other.prompt_ids, *other.completion_ids]
         position = common_length(pack(ours), pack(theirs))
         if position < max(len(ours), len(theirs)):
+            common, next_ours = tokens_around(ours, position)
+            _, next_theirs = tokens_around(theirs, position)
             return {
                 "position": position,
                 "call_a": one.call_id,
                 "call_b": other.call_id,
-                "common": ours[max(position - NEAR, 0) : position],
-                "a": ours[position : position + NEAR],
-                "b": theirs[position : position + NEAR],
+                "common": common,
+                "a": next_ours,
+                "b": next_theirs,
             }
     return None
 

@@ -57,12 +57,12 @@ class TokenText:
         for token in {*ids} - self._known.keys():
             self._known[token] = self._meaning(token)
         pieces: list[Piece] = []
-        held = b""  # the beginning of a character
-        tokens = 0  # the tokens that it has so far
+        held = b""  # bytes whose last character is not whole
+        tokens = 0  # the tokens that they are of
         for token in ids:
             data, special = self._known[token]
             if held and (special or _fault(held + data) not in (None, _CUT)):
-                pieces.append([UNKNOWN, tokens, held.hex()])
+                pieces.append(_piece(held, tokens))
                 held = b""
                 tokens = 0
             if special:
@@ -70,17 +70,12 @@ class TokenText:
                 continue
             held += data
             tokens += 1
-            fault = _fault(held)
-            if fault is None and tokens == 1:
-                pieces.append([held.decode(), 1])
-            elif fault != _CUT:
-                pieces.append([held.decode(errors="replace"), tokens, held.hex()])
-            else:
-                continue
-            held = b""
-            tokens = 0
+            if _fault(held) != _CUT:
+                pieces.append(_piece(held, tokens))
+                held = b""
+                tokens = 0
         if held:
-            pieces.append([UNKNOWN, tokens, held.hex()])
+            pieces.append(_piece(held, tokens))
         return pieces
 
     def text(self, ids: Sequence[int]) -> str:
@@ -102,6 +97,12 @@ class TokenText:
         if byte is not None:
             return bytes.fromhex(byte[1]), False
         return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode(), False
+
+
+def _piece(data: bytes, tokens: int) -> Piece:
+    if tokens == 1 and _fault(data) is None:
+        return [data.decode(), 1]
+    return [data.decode(errors="replace"), tokens, data.hex()]
 
 
 def _fault(data: bytes) -> str | None:

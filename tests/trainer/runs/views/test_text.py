@@ -94,3 +94,11 @@ def test_a_damaged_tokenizer_is_none(tmp_path):
 def test_the_tokenizer_of_the_run_is_loaded(tmp_path, tokenizer_folder, tokenizer):
     text = load_text(write_run(tmp_path / "run", model=str(tokenizer_folder)))
     assert text.text(tokenizer("a word")["input_ids"]) == "a word"
+
+
+def test_a_whole_character_before_one_that_stays_incomplete_is_kept():
+    tokenizer = Tokenizer(models.BPE({"Ġð": 0, "b": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    text = TokenText(tokenizer)
+    assert text.pieces([0, 1]) == [[f" {UNKNOWN}", 1, "20f0"], ["b", 1]]
+    assert text.pieces([0]) == [[f" {UNKNOWN}", 1, "20f0"]]
