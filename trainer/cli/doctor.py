@@ -1,13 +1,12 @@
 """`rolltap doctor`: tries a program without vLLM, or examines a model, and says what to set."""
 
-import sys
-
 import click
 
 import rolltap
 from rolltap.rollouts import examine, examine_model
 from rolltap.trainer.cli.options import (
     command,
+    exit_unless,
     harness_option,
     json_option,
     next_line,
@@ -78,7 +77,8 @@ def doctor_command(
     if model is not None:
         found = examine_model(model, settings)
         print_result(found, as_json)
-        sys.exit(1 if found.problems else 0)
+        exit_unless(not found.problems)
+        return
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
     diagnosis = examine(command, harness=preset, timeout=timeout, options=settings, tool=tool)
     print_result(diagnosis, as_json)
@@ -92,4 +92,5 @@ def doctor_command(
             words = harness.command_for("INSTRUCTION")[1 + len(harness.arguments) :]
             given += ["--harness", preset]
         click.echo(next_line("record", *given, "--", *words), err=True)
-    sys.exit(1 if diagnosis.problems else 0 if diagnosis.ready else 3)
+    exit_unless(not diagnosis.problems)
+    exit_unless(diagnosis.ready, status=3)

@@ -7,7 +7,6 @@
 `rolltap split`: a run as several.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +24,7 @@ from rolltap.trainer.cli.options import (
     counts_of,
     json_option,
     new_folder_option,
+    print_json,
     print_result,
 )
 from rolltap.trainer.console import plain_console
@@ -76,7 +76,7 @@ def filter_command(run: Path, out: Path, as_json: bool, **criteria: Any) -> None
     """
     run_of_them = rolltap.open_run(run).filter(out, **criteria)
     if as_json:
-        return click.echo(json.dumps(counts_of(run_of_them)))
+        return print_json(counts_of(run_of_them))
     click.echo(f"{counted(len(run_of_them.sessions()), 'session')} in {out}")
 
 
@@ -169,9 +169,7 @@ def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
     if as_json:
         origins = run.metadata["merged_from"]
         losses = [asdict(loss) for loss in left_behind]
-        return click.echo(
-            json.dumps({**counts_of(run), "merged_from": origins, "not_copied": losses}),
-        )
+        return print_json({**counts_of(run), "merged_from": origins, "not_copied": losses})
     for origin in run.metadata["merged_from"]:
         if prefix := origin.get("prefix"):
             click.echo(
@@ -215,8 +213,6 @@ def split_command(run: Path, out: Path, by: str | None, parts: int | None, as_js
         raise click.UsageError("give either --by or --parts")
     written = rolltap.open_run(run).split(out, by=_FIELDS.get(by or ""), parts=parts)
     if as_json:
-        return click.echo(
-            json.dumps({"parts": {name: counts_of(part) for name, part in written.items()}}),
-        )
+        return print_json({"parts": {name: counts_of(part) for name, part in written.items()}})
     for name, part in written.items():
         click.echo(f"{counted(len(part.sessions()), 'session')} in {out / name}")

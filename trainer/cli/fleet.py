@@ -1,14 +1,11 @@
 """`rolltap fleet`: the nodes of runs on a Ray cluster."""
 
-import json
-import sys
-
 import click
 from rich.console import Console
 from rich.table import Table
 
 from rolltap.rollouts import fleet_status
-from rolltap.trainer.cli.options import examples, json_option
+from rolltap.trainer.cli.options import examples, exit_unless, json_option, print_json
 
 _EXAMPLES = examples("rolltap fleet status --ray 10.0.0.1:6379")
 
@@ -35,7 +32,7 @@ def status_command(address: str, as_json: bool) -> None:
     """
     nodes = fleet_status(address)
     if as_json:
-        click.echo(json.dumps(nodes))
+        print_json(nodes)
     else:
         table = Table("run", "node", "slots", "groups", "sessions", "engine", "asked", "error")
         for node in nodes:
@@ -54,4 +51,4 @@ def status_command(address: str, as_json: bool) -> None:
                 node["error"],
             )
         Console(soft_wrap=True).print(table)
-    sys.exit(1 if any(node["error"] for node in nodes) else 0)
+    exit_unless(not any(node["error"] for node in nodes))

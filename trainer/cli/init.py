@@ -56,7 +56,9 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
     preset = None
     if program is not None and program != _AGENT:
         preset = _preset(program, folder)
-    runtime = "sandbox" if shutil.which("bwrap") else "process"
+    runtime = "process"
+    if shutil.which("bwrap"):
+        runtime = "sandbox"
 
     shutil.copytree(
         _EXAMPLE,
@@ -119,7 +121,9 @@ def _preset(program: str, folder: Path) -> str:
             raise InputError(f"--program names {word}, which does not exist: correct the path")
         if is_path or os.path.isfile(word):
             relative = os.path.relpath(word, folder)
-            words[index] = relative if relative.startswith("../") else f"./{relative}"
+            if not relative.startswith("../"):
+                relative = f"./{relative}"
+            words[index] = relative
     if not any("{instruction}" in word for word in words):
         words.append("{instruction}")
     first = next(index for index, word in enumerate(words) if "{instruction}" in word)

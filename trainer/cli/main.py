@@ -75,7 +75,9 @@ class Rolltap(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that is run."""
         name, command, rest = super().resolve_command(context, arguments)
-        return name, load(name) if name in COMMANDS else command, rest
+        if name in COMMANDS:
+            command = load(name)
+        return name, command, rest
 
 
 def load(name: str) -> click.Command:

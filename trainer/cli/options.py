@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -143,10 +144,21 @@ class Result(Protocol):
         """Return JSON values."""
 
 
+def print_json(values: object) -> None:
+    """Print JSON values to stdout, in one line."""
+    click.echo(json.dumps(values))
+
+
+def exit_unless(is_good: bool, status: int = 1) -> None:
+    """End the command with a status unless its result is good."""
+    if not is_good:
+        sys.exit(status)
+
+
 def print_result(result: Result, as_json: bool) -> None:
     """Print a result to stdout, for people or as JSON. Long lines are not wrapped."""
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        print_json(result.to_json())
     else:
         Console(soft_wrap=True).print(result, markup=False, highlight=False)
 
@@ -223,6 +235,9 @@ def _field_option(name: str, field: "FieldInfo") -> Callable[[Command], Command]
     if not isinstance(kind, str):
         choices = get_args(kind)
     several = get_origin(field.annotation) is tuple
+    help = field.description or ""
+    if several:
+        help += " Repeatable."
     return click.option(
         *_FLAGS.get(name, ("--" + name.replace("_", "-"),)),
         name,
@@ -231,7 +246,7 @@ def _field_option(name: str, field: "FieldInfo") -> Callable[[Command], Command]
         show_default=True,
         multiple=several,
         is_flag=kind is bool,
-        help=f"{field.description}{' Repeatable.' if several else ''}",
+        help=help,
     )
 
 

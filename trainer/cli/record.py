@@ -39,6 +39,7 @@ from rolltap.trainer.cli.options import (
     engine_option,
     harness_option,
     json_option,
+    print_json,
     recorder_options,
 )
 from rolltap.trainer.console import plain_console, watched
@@ -247,7 +248,7 @@ def record_command(
             "sampled_tokens": view.ledger.sampled,
             **view.to_json()["session"],
         }
-        click.echo(json.dumps(written))
+        print_json(written)
     if session.exit_status == 0 and not facts.calls:
         sys.exit(3)
     sys.exit(exit_status(session.exit_status))
@@ -388,8 +389,8 @@ def reward_command(
     opened = rolltap.open_run(run)
     rewarded = opened.reward(session, value, parts=dict(map(_part, parts)), **how)
     if as_json:
-        click.echo(json.dumps(opened.inspect_session(rewarded.session_id).to_json()["session"]))
-        return
+        view = opened.inspect_session(rewarded.session_id)
+        return print_json(view.to_json()["session"])
     where = f"task {rewarded.task_id or '-'}, group {rewarded.group_id or '-'}"
     revision = f"revision {rewarded.revision}"
     click.echo(f"{rewarded.session_id}: {rewarded.reward:g} ({where}, {revision})")

@@ -136,7 +136,9 @@ def fork_command(
     record = Record.of(run, session)
     task = record.task(tasks, given["repositories"])
     if preset is None:
-        preset = "" if record.session is None else record.session.harness
+        preset = ""
+        if record.session is not None:
+            preset = record.session.harness
     if not preset.endswith(".toml") and preset not in rolltap.Harness.names():
         own = f"the session's preset {preset!r} is not one of rolltap's"
         raise InputError(f"{own}: give its file with --harness")

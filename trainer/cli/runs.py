@@ -12,13 +12,12 @@
 """
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 import click
 
@@ -31,11 +30,16 @@ from rolltap.trainer.cli.options import (
     command,
     counts_of,
     engine_option,
+    exit_unless,
     json_option,
+    print_json,
     print_result,
 )
 from rolltap.trainer.console import plain_console
 from rolltap.trainer.names import counted
+
+if TYPE_CHECKING:
+    from rolltap.types import Verification
 
 
 @command(
@@ -85,7 +89,7 @@ def check_command(
         click.echo(str(status), err=True)
     report = opened.check(engine, sample=sample, seed=seed, threshold=threshold)
     print_result(report, as_json)
-    sys.exit(0 if report.within else 1)
+    exit_unless(report.within)
 
 
 @command(
@@ -142,13 +146,13 @@ def export_command(
             raise click.UsageError("--to hub takes --repo ORG/NAME, and no --out")
         url = opened.push_to_hub(repo, public=public)
         if as_json:
-            return click.echo(json.dumps({**counts_of(opened), "url": url}))
+            return print_json({**counts_of(opened), "url": url})
         return console.print(f"{run} is at {url}")
     if out is None or repo is not None or public:
         raise click.UsageError(f"--to {target} takes --out DIR, and neither --repo nor --public")
     records = opened.export(target, out)
     if as_json:
-        return click.echo(json.dumps({**counts_of(opened), "out": str(out), "records": records}))
+        return print_json({**counts_of(opened), "out": str(out), "records": records})
     console.print(f"{records:,} records in {out}")
 
 
@@ -209,7 +213,9 @@ def inspect_command(
             for ended in opened.follow(task=task, group=group):
                 values = {name: getattr(ended, name) for name in _FOLLOWED}
                 line = "  ".join(map(str, values.values()))
-                click.echo(json.dumps(values, default=str) if as_json else line)
+                if as_json:
+                    line = json.dumps(values, default=str)
+                click.echo(line)
     elif session is None:
         print_result(opened.summary(task=task, group=group, sort=sort or "started"), as_json)
     elif call is None:
@@ -292,12 +298,18 @@ def traces_command(
             "say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone",
         )
     traces = rolltap.open_run(run).traces(strategy, roles=roles, max_tokens=max_tokens)
-    each = _print_trace if as_json else None
-    totals = traces.totals(each) if out is None else traces.save(out, each)
+    each = None
+    if as_json:
+        each = _print_trace
+    if out is None:
+        where = ""
+        totals = traces.totals(each)
+    else:
+        where = f" in {out}"
+        totals = traces.save(out, each)
     if ledger_file is not None:
         ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
     console = plain_console()
-    where = "" if out is None else f" in {out}"
     console.print(
         f"{counted(totals.traces, 'trace')} of {counted(totals.sessions, 'session')}{where}",
     )
@@ -305,7 +317,7 @@ def traces_command(
 
 
 def _print_trace(trace: rolltap.Trace) -> None:
-    click.echo(json.dumps(trace.to_json()))
+    print_json(trace.to_json())
 
 
 @command("score", "rolltap score runs/first --engine http://127.0.0.1:8001 --as teacher")
@@ -345,7 +357,7 @@ def score_command(run: Path, engine: str, name: str, as_json: bool, **how: Any) 
     """
     report = rolltap.open_run(run).score(engine, name, **how)
     print_result(report, as_json)
-    sys.exit(3 if report.skipped else 0)
+    exit_unless(not report.skipped, status=3)
 
 
 MOST_FINDINGS = 100
@@ -382,21 +394,28 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     """
     found = rolltap.verify_run(run, repair=repair)
     if as_json:
-        click.echo(json.dumps(found.to_json()))
-        sys.exit(0 if found.sound else 1)
+        print_json(found.to_json())
+    else:
+        _print_verification(found)
+    exit_unless(found.sound)
+
+
+def _print_verification(found: "Verification") -> None:
+    verdict = f"{found.verdict}: {found.sessions} sessions; rows: {_count(found.rows.items())}"
     grades = Counter(finding.grade for finding in found.findings)
-    findings = f"; findings: {_count(grades.items())}" if grades else ""
-    click.echo(
-        f"{found.verdict}: {found.sessions} sessions; rows: {_count(found.rows.items())}{findings}",
-    )
+    if grades:
+        verdict += f"; findings: {_count(grades.items())}"
+    click.echo(verdict)
     for done in found.repaired:
         click.echo(f"repaired: {done}")
     for finding in found.findings[:MOST_FINDINGS]:
-        advice = f"; {finding.advice}" if finding.advice else ""
-        click.echo(f"{finding.grade}: {finding.where}: {finding.what}{advice}")
-    if len(found.findings) > MOST_FINDINGS:
-        click.echo(f"and {len(found.findings) - MOST_FINDINGS} more: see --json")
-    sys.exit(0 if found.sound else 1)
+        line = f"{finding.grade}: {finding.where}: {finding.what}"
+        if finding.advice:
+            line += f"; {finding.advice}"
+        click.echo(line)
+    more = len(found.findings) - MOST_FINDINGS
+    if more > 0:
+        click.echo(f"and {more} more: see --json")
 
 
 def _count(numbers: Iterable[tuple[str, int]]) -> str:

@@ -3,8 +3,6 @@
 `rolltap judge`: judges recorded sessions again.
 """
 
-import json
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,16 @@ from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import judge_again
-from rolltap.trainer.cli.options import RUN, TASKS, command, examples, json_option, rollout_options
+from rolltap.trainer.cli.options import (
+    RUN,
+    TASKS,
+    command,
+    examples,
+    exit_unless,
+    json_option,
+    print_json,
+    rollout_options,
+)
 from rolltap.trainer.console import IdTable
 from rolltap.trainer.names import counted
 from rolltap.types import TaskCheck
@@ -68,10 +75,10 @@ def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
     """
     checks = rolltap.check_tasks(tasks, **given)
     if as_json:
-        click.echo(json.dumps([check.to_json() for check in checks]))
+        print_json([check.to_json() for check in checks])
     else:
         _print(checks)
-    sys.exit(0 if all(check.passed for check in checks) else 1)
+    exit_unless(all(check.passed for check in checks))
 
 
 @command(
@@ -127,12 +134,14 @@ def judge_command(run: Path, as_json: bool, **given: Any) -> None:
     told = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
     console.print(f"{counted(len(found), 'session')}: {told}; {changed} changed")
     if as_json:
-        click.echo(json.dumps(found))
-    sys.exit(1 if failed else 0)
+        print_json(found)
+    exit_unless(not failed)
 
 
 def _reward(reward: float | None) -> str:
-    return "none" if reward is None else f"{reward:g}"
+    if reward is None:
+        return "none"
+    return f"{reward:g}"
 
 
 def _print(checks: list[TaskCheck]) -> None:
@@ -150,8 +159,9 @@ def _print(checks: list[TaskCheck]) -> None:
     console.print(table)
     for check in checks:
         for reason in check.wrong:
-            told = f"{check.task}: {reason}" if check.task else reason
-            console.print(f"\n{told}", style="bold red")
+            if check.task:
+                reason = f"{check.task}: {reason}"
+            console.print(f"\n{reason}", style="bold red")
         if check.reachable:
             shown = ", ".join(check.reachable[:_FILES_SHOWN])
             why = "without 'paths' the agent can change what the judge's files name"

@@ -5,7 +5,6 @@
 `rolltap engine`: says what one serves, or resets it.
 """
 
-import json
 import shlex
 import sys
 from contextlib import suppress
@@ -25,8 +24,10 @@ from rolltap.trainer.cli.options import (
     command,
     engine_key_option,
     engine_option,
+    exit_unless,
     json_option,
     next_line,
+    print_json,
     print_result,
 )
 from rolltap.trainer.cli.record import exit_status
@@ -129,8 +130,11 @@ def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
     if action == "reset":
         reset_engine(EngineAdmin(url), steal=steal)
     found = engine_status(EngineAdmin(url))
-    click.echo(json.dumps(found._asdict()) if as_json else str(found))
-    sys.exit(0 if found.healthy else 1)
+    if as_json:
+        print_json(found._asdict())
+    else:
+        click.echo(str(found))
+    exit_unless(found.healthy)
 
 
 @command(
@@ -198,10 +202,13 @@ def train_command(
             "--from trains without an engine: leave out --engine, --ray and --steal, or --from",
         )
     if dry_run:
-        named = context.get_parameter_source("engine") is not ParameterSource.DEFAULT and not runs
-        plan = rolltap.plan_training(recipe, engine=engine if named else None, runs=runs, out=out)
+        named: str | None = engine
+        if runs or context.get_parameter_source("engine") is ParameterSource.DEFAULT:
+            named = None
+        plan = rolltap.plan_training(recipe, engine=named, runs=runs, out=out)
         print_result(plan, as_json)
-        sys.exit(0 if plan.can_start else 1)
+        exit_unless(plan.can_start)
+        return
     if out is None:
         raise click.UsageError("Missing option '--out'.")
     if as_json:
