@@ -158,9 +158,9 @@ ATTACKS = {
 BY_FILES = {name: files for name, files in ATTACKS.items() if "calc.py" not in files}
 IN_PROCESS = [name for name in ATTACKS if name not in BY_FILES]
 FORGED = {
-    "a patched runtest": "a test passed that must fail",
-    "patched reports": "a test passed that must fail",
-    "a forged report, then an exit": "tests are not in it that pytest ran on the untouched start",
+    "a patched runtest": "a test that must fail passed",
+    "patched reports": "a test that must fail passed",
+    "a forged report, then an exit": "the report lacks tests that pytest ran on the untouched start",
 }
 """Attack -> what the evidence says of its report."""
 ONE_OF_EACH = [
@@ -447,7 +447,7 @@ async def test_a_workspace_with_too_many_files_earns_nothing(tmp_path, monkeypat
     left = Left(tmp_path, {"a.txt": "a"})
     left.do({f"{number}": "" for number in range(60)})
     evidence = await earns_nothing(left, command_judge("true"))
-    assert evidence["too_much"] == "there are more than 50 files and folders in the workspace"
+    assert evidence["too_much"] == "the workspace has more than 50 files and folders"
 
 
 IN_SANDBOX = {**JUDGE, "command": ["python", *JUDGE["command"][1:]]}

@@ -6,7 +6,6 @@ judge's stays the judge's. A session gets a further row with the new reward; its
 """
 
 import asyncio
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +21,10 @@ from rolltap.trainer.boxes.hiding import HidingRuntime, private_paths
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.console import progress_bar
-from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.archive import SUFFIX, restore_changes
-from rolltap.trainer.judges.changes import AgentResult, find_changes
 from rolltap.trainer.judges.check import check_judges
-from rolltap.trainer.judges.checkout import JudgeJob
-from rolltap.trainer.judges.judge import judge_changes
+from rolltap.trainer.judges.judge import judge_changes, on_copy
+from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts.check import build_images, fit_tasks
 from rolltap.trainer.rollouts.mitmdump import workplace
@@ -141,33 +138,31 @@ class _Again:
         """Apply a session's kept changes to a fresh start, and judge that."""
         task = self.tasks.get(session.task_id)
         if task is None:
-            why = f"no task with the id {session.task_id!r} can be judged by these tasks"
-            raise InputError(why)
+            why = f"these tasks have no task {session.task_id!r} that can be judged here"
+            raise InputError(f"{why}: give the tasks of the session")
         if session.runtime != self.runtime.name:
-            ran = session.runtime or "(none)"
-            raise InputError(f"it ran in the runtime {ran}, and is judged in no other")
+            ran = session.runtime
+            if not ran:
+                raise InputError("it ran in no runtime: what it changed is not known")
+            why = f"it ran in the runtime {ran}, and is judged in that one alone"
+            raise InputError(f"{why}: use --runtime {ran}")
         start = await self.starts.of(task)
-        folder = Path(tempfile.mkdtemp(dir=self.work))
-        made = AgentResult(folder / "workspace", folder / "home")
+        logs = self.run / "logs"
         name = Path(session.session_id).name
-        kept = self.run / "logs" / f"{name}{SUFFIX}"
-        try:
-            await in_folder_thread(start.copy_to, made.workspace)
-            refused = await in_folder_thread(restore_changes, kept, start, made.workspace)
-            changes = await in_folder_thread(find_changes, start.folder, made.workspace)
-            job = JudgeJob(
-                task=task,
-                start=start,
-                runtime=self.runtime,
-                result=made,
-                name=f"{name}.r{session.revision + 1}",
-                logs=self.run / "logs",
-                engine_urls=self.engines,
-                changes=replace(changes, refused={**refused, **changes.refused}),
-            )
-            return await judge_changes(job)
-        finally:
-            await run_to_end(remove_folder, folder)
+        untouched = JudgeJob(
+            task=task,
+            start=start,
+            runtime=self.runtime,
+            name=f"{name}.r{session.revision + 1}",
+            logs=logs,
+            engine_urls=self.engines,
+        )
+        async with on_copy(untouched, self.work) as (job, folders):
+            kept = logs / f"{name}{SUFFIX}"
+            refused = await in_folder_thread(restore_changes, kept, start, folders.workspace)
+            changes = await job.find_changes(folders.workspace)
+            refused = {**refused, **changes.refused}
+            return await judge_changes(replace(job, changes=replace(changes, refused=refused)))
 
     def record(self, before: Session, judged: Judged) -> Session:
         """Write a session's further row, and return it."""
@@ -190,7 +185,7 @@ class _Again:
         count_suspicions(self.rows, session, self.tasks[before.task_id])
         with locked(self.run, wait=True):
             if session_rows(self.run, session.session_id)[-1].revision != before.revision:
-                raise InputError("it was given another reward meanwhile")
+                raise InputError("it was given another reward meanwhile: judge it again")
             self.writer.add_session(session)
         return session
 

@@ -22,16 +22,15 @@ from rolltap.trainer.console import progress_bar
 from rolltap.trainer.folders import remove_folder, scratch_folder
 from rolltap.trainer.judges.changes import AgentResult, find_changes
 from rolltap.trainer.judges.check import check_judges
-from rolltap.trainer.judges.checkout import JudgeJob
 from rolltap.trainer.judges.command import last_line, quote_last_line
 from rolltap.trainer.judges.folders import write_file
-from rolltap.trainer.judges.judge import judge
+from rolltap.trainer.judges.judge import judge, on_copy
+from rolltap.trainer.judges.layout import JudgeJob, apply_patch
 from rolltap.trainer.judges.protected import judges_of, own_files, reachable_files
 from rolltap.trainer.judges.verdict import Judged, best_reward
 from rolltap.trainer.rollouts.check import fit_tasks, kept_check
 from rolltap.trainer.rollouts.preparation import Starts
 from rolltap.trainer.tasks.content import Start
-from rolltap.trainer.tasks.git import git
 from rolltap.trainer.tasks.task import LLMJudge, Task
 
 _SOLVE_SECONDS = 1800.0
@@ -126,7 +125,13 @@ async def _try(
         kept = await asyncio.to_thread(kept_check, task, digest, runtime.name)
         (work / "logs").mkdir(parents=True)
         start = await Starts(work / "starts", runtime).of(task)
-        found = await _Trial(task, runtime, start, work, places).run()
+        found = await _Trial(
+            task,
+            runtime,
+            start,
+            work,
+            places,
+        ).run()
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(found.to_json()), encoding="utf-8")
         return found
@@ -231,7 +236,13 @@ class _Trial:
                 reached.update(reachable_files(folder, spec))
         code = [path for path in self.solved or files if path.endswith((".py", ".sh"))]
         code = [path for path in code if path not in own]
-        return Ground(folder, files, own, code, reached)
+        return Ground(
+            folder,
+            files,
+            own,
+            code,
+            reached,
+        )
 
     async def judge(
         self,
@@ -242,37 +253,30 @@ class _Trial:
     ) -> Judged:
         """Return the judgement of a session that left these changes, and of the task's solution if
         its name is `solution`."""
-        folder = self.work / name.replace(" ", "-")
-        made = AgentResult(folder / "workspace", folder / "home")
-        job = JudgeJob(
+        start = JudgeJob(
             task=self.task,
             start=self.start,
             runtime=self.runtime,
-            result=made,
             name=name,
             logs=self.logs,
         )
-        async with self.places:
-            try:
-                made.home.mkdir(parents=True)
-                await in_folder_thread(self.start.copy_to, made.workspace)
-                for path, text in changed.items():
-                    executable = os.access(made.workspace / path, os.X_OK)
-                    write_file(made.workspace, path, iter([text.encode()]), executable=executable)
-                async with self.runtime.box(self.box_of(made, name)) as box:
-                    if name == "solution":
-                        await self.solve(box, made.workspace)
-                    await box.settle()
-                    began = time.monotonic()
-                    judged = Judged(unjudged="it hangs")
-                    with suppress(TimeoutError):
-                        judged = await asyncio.wait_for(judge(job), seconds)
-                    self.took = time.monotonic() - began
-                if judged.unjudged:  # the log goes with this trial
-                    judged = replace(judged, unjudged=quote_last_line(judged.unjudged, job.log))
-                return judged
-            finally:
-                await run_to_end(remove_folder, folder)
+        async with self.places, on_copy(start, self.work) as (job, folders):
+            workspace = folders.workspace
+            for path, text in changed.items():
+                executable = os.access(workspace / path, os.X_OK)
+                write_file(workspace, path, [text.encode()], executable=executable)
+            async with self.runtime.box(self.box_of(folders, name)) as box:
+                if name == "solution":
+                    await self.solve(box, workspace)
+                await box.settle()
+                began = time.monotonic()
+                judged = Judged(unjudged="it hangs")
+                with suppress(TimeoutError):
+                    judged = await asyncio.wait_for(judge(job), seconds)
+                self.took = time.monotonic() - began
+            if judged.unjudged:  # the log goes with this trial
+                judged = replace(judged, unjudged=quote_last_line(judged.unjudged, job.log))
+            return judged
 
     def box_of(self, made: AgentResult, name: str) -> BoxSpec:
         """Return the box of a judgement. Only that of the solution sees the solution."""
@@ -293,9 +297,9 @@ class _Trial:
         """Apply the solution. Raises `InputError` for a patch that does not fit."""
         solution = self.task.solution
         if solution is None:
-            await in_folder_thread(_apply, self.task.gold_patch, workspace)
+            await in_folder_thread(apply_patch, self.task.gold_patch, workspace)
         elif solution.is_file():
-            await in_folder_thread(_apply, solution.read_text(encoding="utf-8"), workspace)
+            await in_folder_thread(apply_patch, solution.read_text(encoding="utf-8"), workspace)
         elif (solution / "solve.sh").is_file():
             isolated = self.runtime.isolated
             folder = "/solution" if isolated else str(solution.absolute())
@@ -310,7 +314,3 @@ class _Trial:
             await in_folder_thread(copy, solution, workspace)
         changes = await in_folder_thread(find_changes, self.start.folder, workspace)
         self.solved = changes.files
-
-
-def _apply(patch: str, workspace: Path) -> None:
-    git("apply", "--whitespace=nowarn", "-", folder=workspace, stdin=f"{patch}\n")

@@ -16,7 +16,7 @@ from typing import get_args
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.judges.changes import Changes, apply_changes
-from rolltap.trainer.judges.folders import MAX_PATH, Entry, Refusal, opened, read_chunks
+from rolltap.trainer.judges.folders import MAX_PATH, Entry, Refusal, read_chunks
 from rolltap.trainer.tasks.content import Start
 
 SUFFIX = ".changes.json.gz"
@@ -25,7 +25,12 @@ MAX_BYTES = 32 << 20
 _REFUSALS = {reason for kinds in get_args(Refusal) for reason in get_args(kinds)}
 
 
-def keep_changes(changes: Changes, start: Start, workspace: Path, path: Path) -> None:
+def keep_changes(
+    changes: Changes,
+    start: Start,
+    workspace: Path,
+    path: Path,
+) -> None:
     """Write the changes in a workspace to `path`: JSON, compressed. The same changes make the same
     bytes.
 
@@ -38,7 +43,7 @@ def keep_changes(changes: Changes, start: Start, workspace: Path, path: Path) ->
         for name, entry in changes.changed.items():
             value = entry.target
             if entry.kind == "file":
-                value = _read_base64(workspace, name)
+                value = b64encode(b"".join(read_chunks(workspace, name))).decode()
             changed[name] = (entry.kind, entry.executable, value)
         kept = {
             "start": start.digest,
@@ -50,12 +55,6 @@ def keep_changes(changes: Changes, start: Start, workspace: Path, path: Path) ->
     if len(text) >= MAX_BYTES:
         text = b"null"
     path.write_bytes(gzip.compress(text, 6, mtime=0))
-
-
-def _read_base64(workspace: Path, path: str) -> str:
-    parent, _, name = path.rpartition("/")
-    with opened(workspace, parent) as folder:
-        return b64encode(b"".join(read_chunks(folder, name))).decode()
 
 
 def restore_changes(path: Path, start: Start, workspace: Path) -> Mapping[str, Refusal]:
@@ -82,13 +81,19 @@ def restore_changes(path: Path, start: Start, workspace: Path) -> Mapping[str, R
             content = b64decode(value, validate=True) if kind == "file" else b""
             digest = hashlib.sha256(content).hexdigest()
             contents[name] = content
-            changed[name] = Entry(kind, executable, len(content), digest, target)
+            changed[name] = Entry(
+                kind,
+                executable,
+                len(content),
+                digest,
+                target,
+            )
         for name, why in kept["refused"].items():
             if why in _REFUSALS:
                 refused[name] = why
         if kept["start"] != start.digest:
             fault = "its task starts with other files than the session"
-            raise InputError(f"{fault}, which the agent's changes do not fit")
+            raise InputError(f"{fault}, and the agent's changes do not fit them")
     except FileNotFoundError as error:
         raise InputError(f"the agent's changes were not kept: there is no {path}") from error
     except InputError:

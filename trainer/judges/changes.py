@@ -25,6 +25,7 @@ from rolltap.trainer.judges.folders import (
     TooMuchError,
     Tree,
     opened,
+    opened_parent,
     parents,
 )
 from rolltap.trainer.tasks.content import RUNNER_FILES, STARTUP, TEST_FILES, matches
@@ -208,9 +209,20 @@ def find_changes(
     gone = before.entries.keys() - after.entries.keys() - after.refused.keys()
     deleted = tuple(sorted(gone, reverse=True))
     end = min(end, time.monotonic() + _MAX_DIFF_SECONDS)
-    diff = _diff(start, workspace, before.entries, changed, deleted, end)
+    diff = _diff(
+        start,
+        workspace,
+        before.entries,
+        changed,
+        deleted,
+        end,
+    )
     return Changes(
-        changed, deleted, refused, diff, frozenset(changed.keys() - before.entries.keys())
+        changed,
+        deleted,
+        refused,
+        diff,
+        frozenset(changed.keys() - before.entries.keys()),
     )
 
 
@@ -330,8 +342,7 @@ def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: P
     empty. Raises `OSError`, also when a file is another one than `find_changes` found.
     """
     for path in changes.deleted:
-        parent, _, name = path.rpartition("/")
-        with contextlib.suppress(FileNotFoundError), opened(fresh, parent) as folder:
+        with contextlib.suppress(FileNotFoundError), opened_parent(fresh, path) as (folder, name):
             folders.allow_owner(folder, stat.S_IRWXU)
             try:
                 os.unlink(name, dir_fd=folder)
@@ -339,20 +350,15 @@ def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: P
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=folder)
     for path, entry in sorted(changes.changed.items()):
-        parent, _, name = path.rpartition("/")
         if entry.kind == "folder":
             with opened(fresh, path, create=True):
                 continue
         if entry.kind == "link":
-            with opened(fresh, parent, create=True) as folder:
+            with opened_parent(fresh, path, create=True) as (folder, name):
                 folders.remove(folder, name)
                 os.symlink(entry.target, name, dir_fd=folder)
             continue
-        with contextlib.ExitStack() as stack:
-            if isinstance(source, Path):
-                chunks = folders.read_chunks(stack.enter_context(opened(source, parent)), name)
-            else:
-                chunks = iter([source[path]])
-            digest = folders.write_file(fresh, path, chunks, executable=entry.executable)
+        chunks = folders.read_chunks(source, path) if isinstance(source, Path) else [source[path]]
+        digest = folders.write_file(fresh, path, chunks, executable=entry.executable)
         if entry.digest not in ("", digest):
             raise OSError(f"{printable(path)} was changed while it was copied")

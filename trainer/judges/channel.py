@@ -20,8 +20,10 @@ MAX_BYTES = 72 << 20
 _AT_ONCE = 1 << 20
 _EVENT_BYTES = 16
 """Of an event without a name: the number of its watch, its mask, two numbers more."""
-_OPENED, _MODIFIED, _CLOSED = 0x20, 0x2, 0x8
-"""IN_OPEN, and IN_MODIFY and IN_CLOSE_WRITE, without which two openings could be told as one."""
+_OPENED = 0x20
+"""IN_OPEN."""
+_WATCHED = _OPENED | 0x2 | 0x8
+"""Also IN_MODIFY and IN_CLOSE_WRITE, without which two openings could be told as one."""
 _LOST = 0x4000
 """IN_Q_OVERFLOW: there were more events than the kernel keeps."""
 _PAUSE_SECONDS = 0.05
@@ -94,8 +96,7 @@ class Channel:
             Channel._instances -= 1
 
     def _watch(self) -> None:
-        path, mask = os.fsencode(self.path), _OPENED | _MODIFIED | _CLOSED
-        if _libc.inotify_add_watch(self._events, path, mask) < 0:
+        if _libc.inotify_add_watch(self._events, os.fsencode(self.path), _WATCHED) < 0:
             raise _failed("raise fs.inotify.max_user_watches (sysctl)")
 
 

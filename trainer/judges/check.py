@@ -10,9 +10,8 @@ from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.environment import clean_environment
-from rolltap.trainer.judges.checkout import LAUNCH
-from rolltap.trainer.judges.command import modules
-from rolltap.trainer.judges.log import require_parser
+from rolltap.trainer.judges.command import modules, require_parser
+from rolltap.trainer.judges.layout import LAUNCH
 from rolltap.trainer.judges.model import find_key, require_other_model
 from rolltap.trainer.judges.verdict import UnjudgedError
 from rolltap.trainer.tasks.task import (
@@ -70,9 +69,15 @@ def _import_fault(function: str, path: str) -> str | None:
     env = {**clean_environment(Path(os.devnull)), "PYTHONPATH": path}
     try:
         done = subprocess.run(
-            command, env=env, capture_output=True, timeout=_IMPORT_SECONDS, check=False
+            command,
+            env=env,
+            capture_output=True,
+            timeout=_IMPORT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"it takes more than {_IMPORT_SECONDS:g} s"
-    said = done.stderr.decode(errors="replace").strip().splitlines()
-    return None if done.returncode == 0 else (said or [f"status {done.returncode}"])[-1][:300]
+    if done.returncode == 0:
+        return None
+    said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return said[:300] or f"status {done.returncode}"

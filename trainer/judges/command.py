@@ -1,10 +1,14 @@
-"""Programs as the judge: a command, by its exit status or a value, and a Python function of the
-user's.
+"""Programs as the judge: a command, by its exit status, a value or its log, and a Python function
+of the user's.
 
 A command that runs the agent's code in its own process can be told anything by it: it can write the
 reward, and end with status 0. Such a command has to run the agent's code as a child, and decide
 outside of it. In the runtime `process` that is no protection: the child has all rights of its
 parent's user there.
+
+A log is read by a parser of the `swebench` package, which needs no Docker for this: for test
+programs that write no JUnit report. The agent's code runs in the test program and can print lines
+that the parser takes for results; a report is harder to forge, by its canary.
 
 `judge_here` judges by a command in the current directory: for a session that rolltap did not give a
 workspace.
@@ -16,14 +20,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from rolltap.addons.errors import InputError
+from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.store.rows import printable
 from rolltap.trainer.boxes.environment import clean_environment
 from rolltap.trainer.boxes.supervised import run_supervised
-from rolltap.trainer.judges.checkout import LAUNCH, Checkout
+from rolltap.trainer.concurrency import in_folder_thread
+from rolltap.trainer.judges.checkout import Checkout
+from rolltap.trainer.judges.layout import LAUNCH
+from rolltap.trainer.judges.tests import Name, Outcome, compare, junit_name, tell_tests
 from rolltap.trainer.judges.verdict import (
     Judged,
     UnjudgedError,
@@ -31,8 +40,16 @@ from rolltap.trainer.judges.verdict import (
     parse_text,
     worst_reward,
 )
-from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
+from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge
 
+_MAX_LOG_BYTES = 64 << 20
+_OUTCOMES: dict[str, Outcome] = {
+    "PASSED": "passed",
+    "FAILED": "failed",
+    "SKIPPED": "skipped",
+    "ERROR": "error",
+    "XFAIL": "xfailed",
+}
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
@@ -89,7 +106,12 @@ def _with_launcher(command: Sequence[str], checkout: Checkout) -> list[str]:
     return [command[0], *options, f"{checkout.tools}/rolltap_launch.py", checkout.pipe, *script]
 
 
-def read_status(spec: CommandJudge, status: int, log: Path, asked: str = "") -> Judged:
+def read_status(
+    spec: CommandJudge,
+    status: int,
+    log: Path,
+    asked: str = "",
+) -> Judged:
     """Return the judgement by the exit status of a program whose output is in `log`. Raises
     `UnjudgedError`.
 
@@ -98,8 +120,10 @@ def read_status(spec: CommandJudge, status: int, log: Path, asked: str = "") -> 
     """
     ended = f"the judge ended with status {status}"
     if status not in (0, 1):
-        what = f": {spec.command[0]!r}, or a program in it, is not there" if status == 127 else ""
-        why = f"{ended}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
+        why = f"{ended}, and only 0 and 1 are a verdict"
+        if status == 127:
+            why += f": {spec.command[0]!r}, or a program in it, is not there"
+        why += f"; its output is in {log.name}"
         raise UnjudgedError(why, exit_status=status)
     if status == 1 and (module := missing_module(read_end(log), asked)):
         why = f"{ended} and without the module {module}: install it for the judge"
@@ -130,7 +154,9 @@ def _missing(pattern: re.Pattern[str], output: str, asked: str) -> str:
 
 
 def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:
-    """Return the last `limit` bytes of a file as text."""
+    """Return the last `limit` bytes of a file as text; empty without a file."""
+    if not log.exists():
+        return ""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
         return file.read().decode(errors="replace")
@@ -138,8 +164,8 @@ def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:
 
 def last_line(log: Path) -> str:
     """Return the last line of a program's output, for a message; empty without output."""
-    last = read_end(log, 4096).strip().rpartition("\n")[2].strip() if log.exists() else ""
-    return printable(last, 300)
+    last = read_end(log, 4096).strip().rpartition("\n")[2]
+    return printable(last.strip(), 300)
 
 
 def quote_last_line(why: str, log: Path) -> str:
@@ -156,10 +182,21 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> Judged:
     """
     pipe = str(checkout.channel.path)
     folder = str(checkout.workspace)
+    home = checkout.workspace.parent / "home"
     command = [sys.executable, "-BP", str(LAUNCH), pipe, "--function", spec.function, folder]
-    env = {**clean_environment(checkout.out), **checkout.job.task.env, "PYTHONPATH": modules(spec)}
+    env = {
+        **clean_environment(home),
+        **checkout.job.task.env,
+        "PYTHONPATH": modules(spec),
+    }
     log = checkout.job.log
-    ended = await run_supervised(command, cwd=checkout.out, env=env, timeout=spec.timeout, log=log)
+    ended = await run_supervised(
+        command,
+        cwd=home,
+        env=env,
+        timeout=spec.timeout,
+        log=log,
+    )
     if ended.status is None:
         raise UnjudgedError(f"the function {spec.function} took more than {spec.timeout:g} s")
     checkout.channel.read()
@@ -170,10 +207,77 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> Judged:
     return _read_reward(checkout.channel.content.decode(errors="replace"), spec)
 
 
+async def judge_by_log(spec: PytestJudge, parser: str, checkout: Checkout) -> Judged:
+    """Return the judgement, as `judge_by_report`. Raises `UnjudgedError` and
+    `MissingPackageError`."""
+    status = await checkout.run(spec.command, spec.env, spec.timeout)
+    log = checkout.job.log
+    outcomes = await in_folder_thread(parse_log, parser, read_end(log, _MAX_LOG_BYTES))
+    ended = f"the judge ended with status {status}"
+    if not outcomes:
+        raise UnjudgedError(f"{ended}, and {parser} found no test in {log.name}")
+    if status != 0 and not {*outcomes.values()} & {"failed", "error"}:
+        raise UnjudgedError(f"{ended}, and {parser} found no failure in {log.name}")
+    judged = compare(outcomes, spec.fail_to_pass, spec.pass_to_pass)
+    tests = tell_tests(outcomes, [*spec.fail_to_pass, *spec.pass_to_pass])
+    return judged.and_evidence(
+        exit_status=status,
+        canary="absent",
+        tests=tests,
+    )
+
+
+def parse_log(parser: str, log: str) -> dict[Name, Outcome]:
+    """Return the outcomes in a log.
+
+    Raises `UnjudgedError` for a parser that the package does not have, and `MissingPackageError`
+    without the package.
+    """
+    require_parser(parser)
+    parsers, test_spec = _swebench()
+    empty = test_spec(
+        "",
+        "",
+        [],
+        "",
+        "",
+        [],
+        [],
+        log_parser=parser,
+    )
+    try:
+        found = parsers[parser](log, empty)
+        return {junit_name(test): _OUTCOMES[status] for test, status in found.items()}
+    except Exception as error:  # the agent's code wrote the log
+        raise UnjudgedError(f"{parser} failed: {error!r}") from error
+
+
+def require_parser(parser: str) -> None:
+    """Raise `UnjudgedError` for a parser that the package does not have, and `MissingPackageError`
+    without it."""
+    if parser not in _swebench()[0]:
+        known = "swebench.harness.log_parsers.PARSER_REGISTRY"
+        why = f"swebench has no log parser {parser!r}: name one of {known}"
+        raise UnjudgedError(why, broke=False)
+
+
+@lru_cache(maxsize=1)
+def _swebench() -> tuple[dict[str, Any], Any]:
+    try:
+        from swebench.harness.log_parsers import PARSER_REGISTRY
+        from swebench.types import TestSpec
+    except ImportError as error:
+        message = f"the judge's 'log_parser' needs swebench ({error}): {install_command('swe')}"
+        raise MissingPackageError(message) from error
+    return PARSER_REGISTRY, TestSpec
+
+
 def modules(spec: PythonJudge) -> str:
     """Return the folders in which a function is looked for, as PYTHONPATH."""
-    own = [] if spec.folder is None else [str(spec.folder)]
-    return os.pathsep.join(os.path.abspath(entry) for entry in [*own, *sys.path])
+    entries = [*sys.path]
+    if spec.folder is not None:
+        entries.insert(0, str(spec.folder))
+    return os.pathsep.join(map(os.path.abspath, entries))
 
 
 def require_evaluator(command: str) -> None:
@@ -202,7 +306,13 @@ def judge_here(command: str, log: Path) -> Judged:
     shell = ["sh", "-c", command]
     log.parent.mkdir(exist_ok=True)
     try:
-        run = run_supervised(shell, cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log)
+        run = run_supervised(
+            shell,
+            cwd=Path.cwd(),
+            env=os.environ,
+            timeout=spec.timeout,
+            log=log,
+        )
         ended = asyncio.run(run)
         if ended.status is None:
             raise UnjudgedError(f"the evaluator took more than {spec.timeout:g} s")

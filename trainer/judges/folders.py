@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Opens a folder also without the right to read it."""
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK = 1 << 20
+_MAX_TARGET = 4000
+"""Characters of a link's text."""
 
 _Kind = Literal[
     "symlink", "fifo", "socket", "device", "setuid", "git", "cache", "size", "unreadable", "depth"
@@ -127,7 +130,12 @@ def allow_owner(descriptor: int, rights: int) -> None:
             os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IMODE(mode) | rights)
 
 
-def _scan_folder(folder: int, prefix: str, depth: int, tree: Tree) -> None:
+def _scan_folder(
+    folder: int,
+    prefix: str,
+    depth: int,
+    tree: Tree,
+) -> None:
     """Read the folder `folder`, a descriptor, which this closes."""
     try:
         for name in _names(folder, prefix, tree):
@@ -169,9 +177,7 @@ def _names(folder: int, prefix: str, tree: Tree) -> list[str]:
             names.append(entry.name)
             tree.path_bytes += len(prefix) + len(entry.name)
             if len(tree.entries) + len(tree.refused) + len(names) > MAX_ENTRIES:
-                raise TooMuchError(
-                    f"there are more than {MAX_ENTRIES} files and folders in the workspace"
-                )
+                raise TooMuchError(f"the workspace has more than {MAX_ENTRIES} files and folders")
             if tree.path_bytes > MAX_PATH_BYTES:
                 raise TooMuchError(
                     f"the paths in the workspace have more than {MAX_PATH_BYTES >> 20} MiB"
@@ -182,31 +188,32 @@ def _names(folder: int, prefix: str, tree: Tree) -> list[str]:
 def file_digest(root: Path, path: str, rights: int = 0) -> str:
     """Return the SHA-256 of a regular file below `root`. It gets the owner's `rights` first. Raises
     `OSError`."""
-    parent, _, name = path.rpartition("/")
     digest = hashlib.sha256()
-    with opened(root, parent) as folder:
-        file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            if stat.S_ISREG(os.fstat(file).st_mode):
-                allow_owner(file, rights & stat.S_IRUSR)
-        finally:
-            os.close(file)
-        for chunk in read_chunks(folder, name):
-            digest.update(chunk)
+    for chunk in read_chunks(root, path, rights):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
-def _refusal(path: str, name: str, status: os.stat_result, depth: int) -> Refusal | None:
+def _refusal(
+    path: str,
+    name: str,
+    status: os.stat_result,
+    depth: int,
+) -> Refusal | None:
     if name.lower() == ".git":
         return "git"
     if name == "__pycache__" or name.endswith((".pyc", ".pyo")):
         return "cache"
     if depth > MAX_DEPTH or len(path) > MAX_PATH:
         return "depth"
-    mode = status.st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode):
-        return None
-    return "fifo" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+    match stat.S_IFMT(status.st_mode):
+        case stat.S_IFREG | stat.S_IFDIR | stat.S_IFLNK:
+            return None
+        case stat.S_IFIFO:
+            return "fifo"
+        case stat.S_IFSOCK:
+            return "socket"
+    return "device"
 
 
 def stays_inside(target: str, depth: int) -> bool:
@@ -216,30 +223,45 @@ def stays_inside(target: str, depth: int) -> bool:
     A `..` after a name is refused: the name may be a link itself, so that `..` is the folder above
     the link's target.
     """
-    parts = target.split("/")
-    if target.startswith("/") or not target or len(target) > 4000:
+    if target.startswith("/") or not target or len(target) > _MAX_TARGET:
         return False
-    ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
-    return (
-        ups <= depth
-        and ".." not in parts[ups:]
-        and not any(part.lower() == ".git" for part in parts)
-    )
+    parts = target.split("/")
+    while parts and parts[0] == "..":
+        parts.pop(0)
+        depth -= 1
+    return depth >= 0 and ".." not in parts and ".git" not in map(str.lower, parts)
 
 
-def read_chunks(folder: int, name: str) -> Iterator[bytes]:
-    """Yield the content of a regular file of the folder `folder`, a descriptor. Raises
+def read_chunks(root: Path, path: str, rights: int = 0) -> Iterator[bytes]:
+    """Yield the content of a regular file below `root`. It gets the owner's `rights` first. Raises
     `OSError`."""
-    file = os.open(name, _FILE, dir_fd=folder)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(f"{name} is not a regular file")
-        left = MAX_FILE_BYTES
-        while left > 0 and (chunk := os.read(file, min(_CHUNK, left))):
-            left -= len(chunk)
-            yield chunk
-    finally:
-        os.close(file)
+    with opened_parent(root, path) as (folder, name):
+        if rights:
+            closed = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                if stat.S_ISREG(os.fstat(closed).st_mode):
+                    allow_owner(closed, rights & stat.S_IRUSR)
+            finally:
+                os.close(closed)
+        file = os.open(name, _FILE, dir_fd=folder)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(f"{name} is not a regular file")
+            left = MAX_FILE_BYTES
+            while left > 0 and (chunk := os.read(file, min(_CHUNK, left))):
+                left -= len(chunk)
+                yield chunk
+        finally:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def opened_parent(root: Path, path: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
+    """Open the folder of `path` below `root`, as `opened`, and yield its descriptor and the name
+    in it."""
+    parent, _, name = path.rpartition("/")
+    with opened(root, parent, create=create) as folder:
+        yield folder, name
 
 
 @contextlib.contextmanager
@@ -276,35 +298,32 @@ def _make_folder(folder: int, name: str) -> None:
 
 def read_file(root: Path, path: str, limit: int) -> bytes | None:
     """Return a regular file's content below `root`, None if there is none. At most `limit` + 1
-    bytes are read."""
-    parent, _, name = path.rpartition("/")
+    bytes are returned."""
+    content = b""
     try:
-        with opened(root, parent) as folder:
-            content = b""
-            for chunk in read_chunks(folder, name):
-                content += chunk
-                if len(content) > limit:
-                    break
+        for chunk in read_chunks(root, path):
+            content += chunk
+            if len(content) > limit:
+                break
     except OSError:
         return None
     return content[: limit + 1]
 
 
-def write_file(root: Path, path: str, chunks: Iterator[bytes], *, executable: bool) -> str:
+def write_file(
+    root: Path,
+    path: str,
+    chunks: Iterable[bytes],
+    *,
+    executable: bool,
+) -> str:
     """Write a file below `root` in place of what stands there, and return its SHA-256. Raises
     `OSError`."""
-    parent, _, name = path.rpartition("/")
     digest = hashlib.sha256()
-    with opened(root, parent, create=True) as folder:
+    mode = 0o755 if executable else 0o644
+    with opened_parent(root, path, create=True) as (folder, name):
         remove(folder, name)
-        mode = 0o755 if executable else 0o644
-        file = os.open(
-            name,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-            mode,
-            dir_fd=folder,
-        )
-        with os.fdopen(file, "wb") as output:
+        with os.fdopen(os.open(name, _NEW_FILE, mode, dir_fd=folder), "wb") as output:
             for chunk in chunks:
                 digest.update(chunk)
                 output.write(chunk)

@@ -16,23 +16,29 @@ import dataclasses
 import hashlib
 import logging
 import shlex
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.concurrency import Once, in_folder_thread
+from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end
+from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.archive import SUFFIX, keep_changes
-from rolltap.trainer.judges.changes import Changes, find_changes, printable
-from rolltap.trainer.judges.checkout import Ahead, Checkout, JudgeJob, after_run, open_checkout
+from rolltap.trainer.judges.changes import AgentResult, Changes, printable
+from rolltap.trainer.judges.checkout import Checkout, after_run, open_checkout
 from rolltap.trainer.judges.command import (
     judge_by_command,
     judge_by_function,
+    judge_by_log,
     missing_module,
     missing_program,
     quote_last_line,
     read_end,
 )
 from rolltap.trainer.judges.folders import TooMuchError
-from rolltap.trainer.judges.log import judge_by_log
+from rolltap.trainer.judges.layout import Ahead, JudgeJob
 from rolltap.trainer.judges.model import judge_by_model
 from rolltap.trainer.judges.protected import OneJudge, judges_of, runs_pytest
 from rolltap.trainer.judges.tests import judge_by_report
@@ -87,6 +93,22 @@ async def fault_on_start(job: JudgeJob) -> str:
     return ""
 
 
+@asynccontextmanager
+async def on_copy(job: JudgeJob, work: Path) -> AsyncIterator[tuple[JudgeJob, AgentResult]]:
+    """Yield the job of a session that no harness runs, and its folders, which are below `work`.
+
+    Its workspace is a copy of the start, in which the caller makes changes. Raises `OSError`.
+    """
+    folder = Path(tempfile.mkdtemp(dir=work))
+    result = AgentResult(folder / "workspace", folder / "home")
+    try:
+        result.home.mkdir()
+        await in_folder_thread(job.start.copy_to, result.workspace)
+        yield dataclasses.replace(job, result=result), result
+    finally:
+        await run_to_end(remove_folder, folder)
+
+
 async def judge(job: JudgeJob) -> Judged:
     """Judge what a session left. No process of it may run any more.
 
@@ -99,9 +121,7 @@ async def judge(job: JudgeJob) -> Judged:
     assert job.result is not None
     spec = job.task.effective_judge
     try:
-        changes = await in_folder_thread(
-            find_changes, job.start.folder, job.result.workspace, digest=job.start.digest
-        )
+        changes = await job.find_changes(job.result.workspace)
     except TooMuchError as error:
         evidence = {"judge": spec.kind, "too_much": str(error)}
         return Judged(reward=worst_reward(spec), evidence=evidence)
@@ -153,9 +173,17 @@ def _combine(spec: SeveralJudges, found: dict[str, Judged]) -> Judged:
         for part, value in judged.parts.items():
             parts[f"{name}.{part}"] = value
     if missing:
-        return Judged(unjudged="; ".join(missing), parts=parts, evidence=evidence)
+        return Judged(
+            unjudged="; ".join(missing),
+            parts=parts,
+            evidence=evidence,
+        )
     reward = weighted_mean(spec, [parts[one.name] for one in spec.judges])
-    return Judged(reward=reward, parts=parts, evidence=evidence)
+    return Judged(
+        reward=reward,
+        parts=parts,
+        evidence=evidence,
+    )
 
 
 async def _without_verdict(first: Judged, spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
@@ -175,7 +203,11 @@ async def _without_verdict(first: Judged, spec: OneJudge | LLMJudge, job: JudgeJ
         if not last.broke:
             both = f"{first.unjudged}; judged again: {last.unjudged}"
             return dataclasses.replace(last, unjudged=both)
-    evidence = {**last.evidence, "broke_judge": first.unjudged, "untouched_start": start.reward}
+    evidence = {
+        **last.evidence,
+        "broke_judge": first.unjudged,
+        "untouched_start": start.reward,
+    }
     return Judged(reward=worst_reward(spec), evidence=evidence)
 
 
@@ -197,18 +229,18 @@ async def _checked(judged: Judged, spec: OneJudge | LLMJudge, job: JudgeJob) -> 
         if start.parts.get("pass_to_pass"):
             return judged
         why = "no test of 'pass_to_pass' passes on the untouched start"
-        why += f"; the output is in {job.log.name}"
+        why += f"; the output of the judge is in {job.log.name}"
         return Judged(unjudged=why, evidence=judged.evidence)
     if rewritten - set(start.evidence.get("rewritten", ())):
         why = "the judge's own files or limits were changed while it ran"
     elif canary != "absent" or start.evidence.get("canary") == "absent":
         return judged
     elif start.reward is None:
-        why = "the report lacks the tests that must fail, and there is none of the start"
+        why = "the report lacks the tests that must fail, and the untouched start has no report"
         why += f": {start.unjudged}"
         return Judged(unjudged=why, evidence=judged.evidence)
     else:
-        why = "tests are not in it that pytest ran on the untouched start"
+        why = "the report lacks tests that pytest ran on the untouched start"
     return dataclasses.replace(judged, reward=worst).and_evidence(forged_report=why)
 
 
@@ -216,7 +248,12 @@ async def _judge_start(spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     """Return the judgement of the untouched start. A verdict is made once; a judge that had none is
     asked again."""
     task = job.task
-    start = dataclasses.replace(job, result=None, changes=Changes(), name=f"{job.name}.start")
+    start = dataclasses.replace(
+        job,
+        result=None,
+        changes=Changes(),
+        name=f"{job.name}.start",
+    )
     facts = (spec, start.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
     key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
     return await _baselines.get(key, partial(_attempt_start, spec, start))
@@ -226,7 +263,7 @@ async def _attempt_start(spec: OneJudge | LLMJudge, start: JudgeJob) -> Judged:
     judged = await _attempt(spec, start)
     if judged.unjudged is None:
         return judged
-    output = read_end(start.log) if start.log.exists() else ""
+    output = read_end(start.log)
     asked = start.task.instruction
     lacks = judged.lacks or missing_module(output, asked) or missing_program(output, asked)
     why = quote_last_line(judged.unjudged, start.log)

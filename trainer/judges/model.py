@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rolltap.trainer.concurrency import backoff
-from rolltap.trainer.judges.checkout import JudgeJob
+from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.judges.verdict import Judged, Reward, UnjudgedError, parse_json
 from rolltap.trainer.tasks.task import LLMJudge
 
@@ -81,7 +81,12 @@ async def judge_by_model(spec: LLMJudge, job: JudgeJob) -> Judged:
         raise UnjudgedError(why, broke=False) from None
 
 
-async def _ask(spec: LLMJudge, body: Any, client: httpx.AsyncClient, key: str) -> Judged:
+async def _ask(
+    spec: LLMJudge,
+    body: Any,
+    client: httpx.AsyncClient,
+    key: str,
+) -> Judged:
     odd = 0
     for asked, pause in enumerate(backoff(_RETRIES, _PAUSE_SECONDS, _MAX_PAUSE_SECONDS), start=1):
         try:
@@ -96,7 +101,12 @@ async def _ask(spec: LLMJudge, body: Any, client: httpx.AsyncClient, key: str) -
     raise AssertionError("the last attempt returns or raises")
 
 
-async def _answer(spec: LLMJudge, body: Any, client: httpx.AsyncClient, key: str) -> Reward:
+async def _answer(
+    spec: LLMJudge,
+    body: Any,
+    client: httpx.AsyncClient,
+    key: str,
+) -> Reward:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     url = spec.url.rstrip("/") + "/chat/completions"
     try:
@@ -135,7 +145,10 @@ def messages(rubric: str, instruction: str, diff: str) -> list[dict[str, str]]:
     if more > 0:
         diff = f"{diff[:_MAX_DIFF_CHARACTERS]}\n(cut off: {more} characters more)"
     user = _USER.format(
-        mark=mark, rubric=rubric, instruction=instruction, diff=diff or "(no changes)"
+        mark=mark,
+        rubric=rubric,
+        instruction=instruction,
+        diff=diff or "(no changes)",
     )
     return [
         {"role": "system", "content": _SYSTEM.replace("{mark}", mark)},

@@ -24,6 +24,7 @@ from rolltap.trainer.judges.protected import (
     OneJudge,
     OwnRules,
     is_named,
+    is_node_test,
     own_files,
     read_texts,
 )
@@ -62,14 +63,25 @@ _INI_SECTIONS = ("tool:", "pytest", "tox", "testenv")
 
 
 def select(
-    changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], start: Path, work: Path
+    changes: Changes,
+    task: Task,
+    spec: OneJudge,
+    laid: Collection[str],
+    start: Path,
+    work: Path,
 ) -> Changes:
     """Return the changes that are applied for a judge; the others are refused in it.
 
     `laid` are the paths of the tests that the task lays over the start, `work` is the folder that
     the agent left.
     """
-    rules = _Rules(task, spec, laid, start, work)
+    rules = _Rules(
+        task,
+        spec,
+        laid,
+        start,
+        work,
+    )
     refused: dict[str, Refusal] = {}
     kept: set[str] = set()
     for path in (*changes.changed, *changes.deleted):
@@ -90,7 +102,12 @@ class _Rules:
     """The rules for the changes of one session."""
 
     def __init__(
-        self, task: Task, spec: OneJudge, laid: Collection[str], start: Path, work: Path
+        self,
+        task: Task,
+        spec: OneJudge,
+        laid: Collection[str],
+        start: Path,
+        work: Path,
     ) -> None:
         self.start = start
         self.work = work
@@ -165,7 +182,7 @@ class _Rules:
             return "protected"
         if not is_new or ("." in path and is_named(path, self.asked)):
             return None
-        if matches(path, self.taken) or self._hides_module(path):
+        if matches(path, self.taken) or is_node_test(path) or self._hides_module(path):
             return "planted"
         return None
 

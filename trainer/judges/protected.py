@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rolltap.trainer.boxes.runtime import Mount
 from rolltap.trainer.judges.changes import loads_by_itself
-from rolltap.trainer.judges.folders import opened, parents, read_file, scan
+from rolltap.trainer.judges.folders import opened_parent, parents, read_file, scan
 from rolltap.trainer.tasks.content import RUNNER_FILES, TEST_FILES, matches
 from rolltap.trainer.tasks.task import (
     CommandJudge,
@@ -88,7 +88,7 @@ class OwnRules:
 
     def is_listed(self, path: str) -> bool:
         """Return True for a path that is own by its name alone, whatever the command says."""
-        if path in self._tests or matches(path, self._patterns) or _is_node_test(path):
+        if path in self._tests or matches(path, self._patterns):
             return True
         return matches(path.lower(), RUNNER_FILES)
 
@@ -96,10 +96,10 @@ class OwnRules:
         """Return True for a path of a start that is the judge's."""
         if self.is_agents(path):
             return False
-        return self.is_listed(path) or is_named(path, self.command)
+        return self.is_listed(path) or is_node_test(path) or is_named(path, self.command)
 
 
-def _is_node_test(path: str) -> bool:
+def is_node_test(path: str) -> bool:
     """Return True for a file that test runners of Node run by its name alone."""
     *folders, name = path.split("/")
     if not _NODE_FILE.fullmatch(name):
@@ -212,9 +212,8 @@ def read_only(workspace: Path, workdir: str, paths: Iterable[str]) -> list[Mount
 
 def stamp(workspace: Path, path: str) -> Stamp | None:
     """Return a file's stamp, which differs after every change of the file; None when it is gone."""
-    parent, _, name = path.rpartition("/")
     try:
-        with opened(workspace, parent) as folder:
+        with opened_parent(workspace, path) as (folder, name):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:
         return None

@@ -76,7 +76,7 @@ class _Reader:
         self._test: Name | None = None
 
     def doctype(self, *_: object) -> None:
-        raise UnjudgedError("the report has a document type")
+        raise UnjudgedError("the report has a document type, which pytest never writes")
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         match tag:
@@ -216,9 +216,7 @@ class Canary:
             file = f"{folder}/test_{token}.py".lstrip("/")
             if read_file(workspace, file, 1) is None:
                 break
-        write_file(
-            workspace, file, iter([_TESTS.replace("{token}", token).encode()]), executable=False
-        )
+        write_file(workspace, file, [_TESTS.replace("{token}", token).encode()], executable=False)
         return cls(token, file)
 
     def take(
@@ -329,7 +327,7 @@ def _grade(report: _Report, by_code: Skips, spec: PytestJudge) -> Judged:
     if report.canary == "passed":
         none = dict.fromkeys(judged.parts, 0.0)
         judged = dataclasses.replace(judged, reward=0.0, parts=none)
-        judged = judged.and_evidence(forged_report="a test passed that must fail")
+        judged = judged.and_evidence(forged_report="a test that must fail passed")
     return judged
 
 

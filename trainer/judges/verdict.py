@@ -69,7 +69,10 @@ class Judged:
     def without(cls, error: UnjudgedError) -> "Judged":
         """Return the judgement of a judge that has no verdict."""
         return cls(
-            unjudged=str(error), evidence=error.evidence, broke=error.broke, lacks=error.lacks
+            unjudged=str(error),
+            evidence=error.evidence,
+            broke=error.broke,
+            lacks=error.lacks,
         )
 
     def and_evidence(self, **evidence: Any) -> "Judged":
@@ -110,7 +113,11 @@ class Reward(BaseModel):
         """Return the judgement that gives this reward."""
         if self.reason:
             evidence["reason"] = self.reason[:_MAX_REASON]
-        return Judged(reward=self.reward, parts=self.parts, evidence=evidence)
+        return Judged(
+            reward=self.reward,
+            parts=self.parts,
+            evidence=evidence,
+        )
 
 
 def parse_json(text: str) -> Reward:
@@ -142,7 +149,7 @@ def parse_text(text: str) -> Reward:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("it has a key twice")
     return found
 
 

@@ -34,10 +34,10 @@ from rolltap.trainer.boxes.runtime import Box, Ended
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.changes import AgentResult
-from rolltap.trainer.judges.checkout import Ahead, JudgeJob
 from rolltap.trainer.judges.command import last_line
 from rolltap.trainer.judges.folders import open_to_owner
 from rolltap.trainer.judges.judge import judge, prepare_ahead
+from rolltap.trainer.judges.layout import Ahead, JudgeJob
 from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.phases import PhaseClock, send_spans
 from rolltap.trainer.rollouts.node import Enter, SessionAttempt

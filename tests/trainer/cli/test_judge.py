@@ -226,7 +226,7 @@ def test_sessions_that_cannot_be_judged_again_say_why_and_stay_as_they_are(tmp_p
 def test_wrong_tasks_and_runtimes_are_refused_by_name(tmp_path, run):
     tasks = write_tasks(tmp_path, WRONG)
     for given, words in [
-        ({"id": "other"}, "refused: no task with the id 't' can be judged by these tasks"),
+        ({"id": "other"}, "refused: these tasks have no task 't' that can be judged here"),
         (
             {"files": {"more.txt": "start/notes.txt"}},
             "its task starts with other files than the session",
@@ -243,7 +243,7 @@ def test_wrong_tasks_and_runtimes_are_refused_by_name(tmp_path, run):
         rejudge(run, rolltap.load_tasks(tasks), own, only=[], concurrency=1, progress=False)
     )
     assert {each["why"] for each in found} == {
-        "it ran in the runtime process, and is judged in no other"
+        "it ran in the runtime process, and is judged in that one alone: use --runtime process"
     }
     assert {session.revision for session in load_sessions(run).values()} == {0}
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.judges.changes import AgentResult
-from rolltap.trainer.judges.checkout import JudgeJob
 from rolltap.trainer.judges.judge import fault_on_start, judge, prepare_ahead
+from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
 

@@ -225,7 +225,7 @@ def test_a_start_with_too_much_is_the_tasks_error(tmp_path, monkeypatch):
 def test_a_folder_of_any_depth_gives_way_to_a_file(tmp_path):
     build(tmp_path / "workspace", {"a": {}})
     nest(tmp_path / "workspace/a", 1500)
-    folders.write_file(tmp_path / "workspace", "a", iter([b"1"]), executable=False)
+    folders.write_file(tmp_path / "workspace", "a", [b"1"], executable=False)
     assert (tmp_path / "workspace/a").read_bytes() == b"1"
 
 

@@ -7,10 +7,10 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
-from rolltap.trainer.judges import checkout
+from rolltap.trainer.judges import checkout, layout
 from rolltap.trainer.judges.changes import AgentResult
-from rolltap.trainer.judges.checkout import JudgeJob
 from rolltap.trainer.judges.judge import judge, prepare_ahead
+from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.tasks.task import Task
 from tests.trainer.judges.sessions import Left, shell
 
@@ -32,14 +32,15 @@ def job_of(left, spec, **given):
 @pytest.fixture
 def made(monkeypatch):
     """The folders of the checkouts that were laid out."""
-    made, lay_out = [], checkout._lay_out
+    made, lay_out = [], layout.lay_out
 
     async def laid(job, spec):
         found = await lay_out(job, spec)
         made.append(found[0])
         return found
 
-    monkeypatch.setattr(checkout, "_lay_out", laid)
+    for module in (layout, checkout):
+        monkeypatch.setattr(module, "lay_out", laid)
     return made
 
 

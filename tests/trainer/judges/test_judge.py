@@ -95,7 +95,7 @@ async def test_tests_of_which_none_passes_on_the_start_are_unjudged(tmp_path):
         SPEC
     )
     assert judged.unjudged.startswith(
-        "no test of 'pass_to_pass' passes on the untouched start; the output is in t-0"
+        "no test of 'pass_to_pass' passes on the untouched start; the output of the judge is in t-0"
     )
 
 
@@ -449,7 +449,7 @@ async def test_a_report_without_the_tests_that_must_fail_is_unjudged_when_the_st
     )
     judged = await left.judge({**SPEC, "pass_to_pass": []})
     assert judged.unjudged.startswith(
-        "the report lacks the tests that must fail, and there is none of the start"
+        "the report lacks the tests that must fail, and the untouched start has no report"
     )
 
 
