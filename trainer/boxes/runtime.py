@@ -78,7 +78,7 @@ class BoxSpec:
         return [self.workspace, self.home, *writable]
 
     def disk_bytes(self) -> int:
-        """Return the limit of the disk of an isolated box."""
+        """Return the limit of the disk of an isolated box, in bytes."""
         limit = self.limits.of_isolated().disk_gib
         assert limit is not None
         return int(limit * 2**30)
