@@ -230,6 +230,14 @@ class TestCompact:
             ]
             assert rows[0].equals(rows[1])
 
+    def test_a_copy_that_lacks_rows_does_not_replace_the_file(self, path, three, monkeypatch):
+        three.close()
+        before = path.read_bytes()
+        monkeypatch.setattr(segment, "rows_of_session", lambda batch, _: batch.slice(1))
+        with pytest.raises(OSError, match="0 of 3 rows were copied"):
+            compact(path)
+        assert path.read_bytes() == before
+
     @pytest.mark.parametrize(("bound", "most"), [("BATCH_BYTES", 5000), ("BATCH_ROWS", 12)])
     def test_rows_of_a_session_lie_together_in_few_batches(
         self, path, opened, monkeypatch, bound, most

@@ -310,6 +310,27 @@ class TestWriteOutage:
         assert [event["call_id"] for event in read_rows(run, "events")] == ["c", "a", "b", "d"]
         assert caplog.records == []
 
+    def test_faults_stay_in_their_order_when_there_is_room_for_another_event_alone(
+        self, run, disk, monkeypatch
+    ):
+        with RunWriter(run) as writer:
+            disk.full = True
+            for call_id in ("a", "b"):
+                writer.note(Event(kind="fault", call_id=call_id))
+            add_batch = writer.add_batch
+
+            def fill(table, batch):
+                add_batch(table, batch)
+                disk.full = True
+
+            disk.full = False
+            with monkeypatch.context() as patch:
+                patch.setattr(writer, "add_batch", fill)
+                writer.add_event(Event(kind="ended", call_id="c"))
+            disk.full = False
+            writer.add_event(Event(kind="ended", call_id="d"))
+        assert [event["call_id"] for event in read_rows(run, "events")] == ["c", "d", "a", "b"]
+
     def test_room_for_a_long_call_is_required_with_one_line_when_it_is_missing_and_one_when_it_is_back(
         self, run, monkeypatch, caplog
     ):
