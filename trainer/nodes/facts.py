@@ -83,7 +83,7 @@ def examine(
             if build:
                 fitting = run_blocking(worker.build(fitting))
             weights = f"{check_engines(worker.recorder, lines.append)},{policy}"
-            context = SessionContext.of(
+            context = SessionContext(
                 worker.config,
                 worker.harness,
                 worker.runtime,

@@ -27,9 +27,9 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
 
     Returns its facts. A reward that the program gave at the session's end counts first.
 
-    Raises as `Recorder.end_calls` and `Recorder.end`.
+    Raises as `Recorder.stop_calls` and `Recorder.end`.
     """
-    recorder.end_calls(session.session_id)
+    recorder.stop_calls(session.session_id)
     facts = recorder.facts(session.session_id)
     if facts.unreadable is not None:
         session.status = "cancelled"

@@ -8,12 +8,11 @@ import asyncio
 import shutil
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
@@ -22,8 +21,8 @@ from rolltap.trainer.boxes.watch import disk_bytes
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end, submit_folder_work
 from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.changes import AgentResult
-from rolltap.trainer.judges.checkout import JudgeJob
 from rolltap.trainer.judges.judge import fault_on_start
+from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness, Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -167,62 +166,44 @@ def _add_files(task: Task, target: Path) -> None:
             shutil.copy2(source, place)
 
 
-@dataclass(frozen=True, slots=True)
 class SessionContext:
     """Things that the sessions of a worker share. They may be used in one event loop after another.
 
-    Attributes:
-        work: Folder for what sessions need while they run.
-        digests: Task id -> the task's digest, which takes reading its folders.
-        judged: Digests of tasks whose judges have judged sessions of the run in this runtime.
-        faults: Task id -> why its judge cannot judge the start; empty if it can.
-        reading: Task id -> its digest, while it is read.
+    `work` is the folder for what sessions need while they run. Raises `EngineError` when the
+    harness needs the engine's context window and the engine does not tell it.
     """
 
-    config: RolloutConfig
-    harness: Harness
-    runtime: Runtime
-    recorder: Recorder
-    work: Path
-    starts: Starts
-    provenances: Provenances
-    harness_env: Mapping[str, str]
-    digests: dict[str, str] = field(default_factory=dict)
-    judged: Collection[str] = ()
-    faults: Once[str, str] = field(default_factory=Once)
-    reading: Once[str, str] = field(default_factory=Once)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: RolloutConfig,
         harness: Harness,
         runtime: Runtime,
         recorder: Recorder,
         work: Path,
-    ) -> Self:
-        """Return a context whose starts and provenances are made in the folder `work`.
-
-        Raises `EngineError` when the harness needs the engine's context window and the engine does
-        not tell it.
-        """
-        return cls(
-            config,
-            harness,
-            runtime,
-            recorder,
-            work,
-            starts=Starts(work / "starts", runtime),
-            provenances=Provenances(harness, runtime, work),
-            harness_env=harness.environment(recorder.engine),
-        )
+    ) -> None:
+        self.config = config
+        self.harness = harness
+        self.runtime = runtime
+        self.recorder = recorder
+        self.work = work
+        self.starts = Starts(work / "starts", runtime)
+        self.provenances = Provenances(harness, runtime, work)
+        self.harness_env = harness.environment(recorder.engine)
+        self.digests: dict[str, str] = {}
+        """Task id -> the task's digest, which takes reading its folders."""
+        self.judged: Collection[str] = ()
+        """Digests of tasks whose judges have judged sessions of the run in this runtime."""
+        self.faults = Once[str, str]()
+        """Task id -> why its judge cannot judge the start; empty if it can."""
+        self._reading = Once[str, str]()
+        """Task id -> its digest, while it is read."""
 
     async def digest(self, task: Task) -> str:
         """Return the digest of a task, which is read once. Raises `InputError` for a path that
         cannot be read."""
         if task.id not in self.digests:
             read = partial(asyncio.to_thread, task.digest)
-            self.digests[task.id] = await self.reading.get(task.id, read)
+            self.digests[task.id] = await self._reading.get(task.id, read)
         return self.digests[task.id]
 
 

@@ -354,7 +354,7 @@ class SessionQueue:
                 order = self._groups[group_id].order
                 if own is None or order < self._attempts[own].order:
                     heapq.heappop(self._unheld[evaluates])
-                    self._hold(name, group_id)
+                    self._hold(name, node, group_id)
             session_id = self._take(node, "waiting", (evaluates,))
             if session_id is not None:
                 return session_id
@@ -378,11 +378,11 @@ class SessionQueue:
         left = self._groups[group_id].left
         return any(self._attempts[name].phase == "waiting" for name in left)
 
-    def _hold(self, name: str, group_id: str) -> None:
+    def _hold(self, name: str, node: _Node, group_id: str) -> None:
         """Give a group to a node."""
         group = self._groups[group_id]
         group.node = name
-        self._nodes[name].groups.add(group_id)
+        node.groups.add(group_id)
         for session_id in group.left:
             if self._attempts[session_id].phase == "waiting":
                 self._push(session_id)

@@ -73,7 +73,11 @@ def interrupted_sessions(run: Path) -> list[Session]:
     interrupted ones. Raises `RunError` when the folder cannot be read.
     """
     ended = load_sessions(run).keys()
-    return [interrupted_session(row) for row in _started(run) if row["session_id"] not in ended]
+    sessions = []
+    for row in _started(run):
+        if row["session_id"] not in ended:
+            sessions.append(_interrupted(row))
+    return sessions
 
 
 def _started(run: Path) -> list[dict[str, Any]]:
@@ -82,7 +86,7 @@ def _started(run: Path) -> list[dict[str, Any]]:
     return sorted(started, key=itemgetter("at"))
 
 
-def interrupted_session(row: Mapping[str, Any]) -> Session:
+def _interrupted(row: Mapping[str, Any]) -> Session:
     """Return a row `cancelled` of the session that began with a row `session_started`."""
     session = Session(
         session_id=row["session_id"],

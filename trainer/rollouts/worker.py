@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -143,14 +142,14 @@ class Worker:
             stack.enter_context(self.recorder)
             for session in interrupted_sessions(self.recorder.path):
                 end_session(self.recorder, session, None)
-            context = SessionContext.of(
+            self.context = SessionContext(
                 self.config, self.harness, self.runtime, self.recorder, work
             )
             judged = set()
             for session in load_sessions(self.recorder.path).values():
                 if session.reward is not None and session.runtime == self.runtime.name:
                     judged.add(session.task_digest)
-            self.context = replace(context, judged=judged)
+            self.context.judged = judged
             self._cleanup = stack.pop_all()
         return self
 

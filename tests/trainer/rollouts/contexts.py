@@ -49,7 +49,7 @@ def context_of(
     if isinstance(harness, str):
         harness = Harness(name="sh", version="1", program="sh", headless=["-c", harness])
     config = RolloutConfig.of({"concurrency": 2, "timeout": 60, "retries": 0, **settings})
-    return SessionContext.of(config, harness, runtime or ProcessRuntime(), recorder, work)
+    return SessionContext(config, harness, runtime or ProcessRuntime(), recorder, work)
 
 
 def runner_of(

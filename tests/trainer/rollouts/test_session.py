@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -358,7 +357,8 @@ async def test_a_judge_is_tried_once_and_not_where_it_has_judged_sessions_of_the
     rows = await run_tasks(context, "once", task)
     assert [(row.reward, row.error) for row in rows.values()] == [(0.0, None), (0.0, None)]
     assert asked(tmp_path) == 3
-    resumed = replace(context_of(recorder, tmp_path, ONE_CALL), judged={task.digest()})
+    resumed = context_of(recorder, tmp_path, ONE_CALL)
+    resumed.judged = {task.digest()}
     assert len(await run_tasks(resumed, "again", task)) == 2
     assert asked(tmp_path) == 5
 

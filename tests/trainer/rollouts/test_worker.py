@@ -1,5 +1,6 @@
 """The key of a group: all that decides its sessions is in it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,18 +50,10 @@ async def parts(
         {"timeout": timeout, "recorder": options or {}, "budget": budget or {}}
     )
     task = task or TASK
-    recorder = SimpleNamespace(model=str(model))
-    context = SessionContext(
-        config,
-        HARNESS,
-        runtime or ProcessRuntime(),
-        recorder,
-        None,
-        None,
-        Known(**known),
-        {},
-        {"t": digest},
-    )
+    recorder = SimpleNamespace(model=str(model), engine="")
+    context = SessionContext(config, HARNESS, runtime or ProcessRuntime(), recorder, Path())
+    context.provenances = Known(**known)
+    context.digests["t"] = digest
     return key_parts(await key_values(task, context, weights))
 
 
