@@ -46,10 +46,14 @@ def train(
     recorder dies; `RankError` when another process failed.
     """
     out = Path(out)
-    read = _read(recipe, rollouts=True, out=out, ray=ray) if runs_first() else None
+    read = None
+    if runs_first():
+        read = _read(recipe, rollouts=True, out=out, ray=ray)
     with _importing():
         from rolltap.trainer.training import loop, online
-    settings = loop.join_processes(read and online.typed_recipe(read, engine))
+    if read is not None:
+        read = online.typed_recipe(read, engine)
+    settings = loop.join_processes(read)
     console = plain_console(quiet=not runs_first())
     source = online.OnlineTraces(
         settings,
@@ -90,7 +94,9 @@ def train_offline(
     if not runs:
         raise InputError("the list of runs is empty")
     out = Path(out)
-    read = _read(recipe, rollouts=False, out=out) if runs_first() else None
+    read = None
+    if runs_first():
+        read = _read(recipe, rollouts=False, out=out)
     with _importing():
         from rolltap.trainer.training import loop, offline
     settings = loop.join_processes(read)
@@ -123,14 +129,15 @@ def plan_training(
     settings = _read(recipe, rollouts=not runs)
     with _importing():
         from rolltap.trainer.training.plan.plan import plan
-    folders = [Path(run) for run in runs]
+    if out is not None:
+        out = Path(out)
     return plan(
         settings,
         engine=engine,
         processes=processes,
         file=Path(recipe),
-        runs=folders,
-        out=Path(out) if out is not None else None,
+        runs=[Path(run) for run in runs],
+        out=out,
     )
 
 
@@ -151,12 +158,17 @@ def _read(
     if not settings.model.is_dir():
         missing = f"the folder {settings.model} does not exist"
         raise InputError(f"{recipe}: model: {missing}: correct the key in the recipe")
-    if rollouts and settings.harness is not None:
+    if not rollouts:
+        return settings
+    if settings.harness is not None:
         Harness.load(settings.harness)
-    if rollouts and settings.tasks is not None and (out is not None or settings.tasks.exists()):
-        load_tasks(settings.tasks, repositories=settings.repositories)
-    held_out = settings.evaluation.tasks if settings.evaluation is not None else None
-    if rollouts and held_out is not None and (out is not None or held_out.exists()):
+    tasks = settings.tasks
+    if tasks is not None and (out is not None or tasks.exists()):
+        load_tasks(tasks, repositories=settings.repositories)
+    if settings.evaluation is None:
+        return settings
+    held_out = settings.evaluation.tasks
+    if out is not None or held_out.exists():
         try:
             load_tasks(held_out, repositories=settings.repositories)
         except InputError as error:
