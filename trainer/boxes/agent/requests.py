@@ -1,4 +1,4 @@
-"""What a stream asks of the agent: a check, a digest, a copy, or a box and its programs."""
+"""Requests of a stream to the agent: a check, a digest, a copy, or a box and its programs."""
 
 import asyncio
 import os
