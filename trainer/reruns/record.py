@@ -59,9 +59,10 @@ class Record:
             calls = rebuild_calls(run, session_id, index.batches(session_id))
             lost = [name for name, damage in index.scan.damage.items() if damage]
         damaged = [f"call {call.call_id}: {call.violation}" for call in calls if call.violation]
-        for why in damaged or lost:
+        damaged += lost
+        if damaged:
             advice = "All its calls are needed: see `rolltap verify`"
-            raise RunError(f"{where} cannot run again: {why}. {advice}")
+            raise RunError(f"{where} cannot run again: {damaged[0]}. {advice}")
         with SessionIndex(run, "events") as index:
             for event in index.rows(session_id, ("kind", "detail")):
                 if event["kind"] == "rerun":
@@ -97,18 +98,16 @@ class Record:
 
         `model` is None for that of the run.
         """
-        own: dict[str, str | Sequence[str]] = {}
-        for each in self.metadata.get("recorders", []):
-            if self.engine in [url.rstrip("/") for url in each.get("engines", ())]:
-                own = {"rolltap_images": str(each.get("images", "hide"))}
-                for name, value in each.get("limits", {}).items():
-                    if name.startswith("max_"):  # a foreign run sets no other option
-                        own[f"rolltap_{name}"] = str(value)
+        recorded: Mapping[str, str] = {}
+        for recorder in self.metadata.get("recorders", []):
+            urls = [url.rstrip("/") for url in recorder.get("engines", ())]
+            if self.engine in urls:
+                recorded = _options_of(recorder)
         return Recorder(
             folder,
             engine=self.engine,
             model=model or str(self.metadata.get("model")),
-            options={**own, **self._option(), **options},
+            options={**recorded, **self._option(), **options},
         )
 
     def result(self, recorder: Recorder, session_id: str) -> tuple[int, str | None]:
@@ -139,14 +138,15 @@ class Record:
 
         Raises `InputError` for a call that is not among them.
         """
-        ids = [each.call_id for each in self.calls]
         where = f"session {self.session_id} of {self.run}"
+        by_id = {each.call_id: each for each in self.calls}
+        ids = list(by_id)
         if call.isdecimal() and len(call) < _SHORTEST_ID:
             if not 0 < int(call) <= len(ids):
                 raise InputError(f"{where} has {len(ids)} completed calls, and no call {call}")
             call = ids[int(call) - 1]
-        at = self.calls[ids.index(find_id(call, ids, "completed call", where))]
-        return self._option(at.started_at)
+        found = by_id[find_id(call, ids, "completed call", where)]
+        return self._option(found.started_at)
 
     def task(self, tasks: Path, repositories: Path | None) -> Task:
         """Return the session's task from a source of tasks.
@@ -163,3 +163,12 @@ class Record:
     def _option(self, until: datetime | None = None) -> dict[str, str]:
         source = RecordedFrom(self.run, self.session_id, until)
         return {"rolltap_rerun": json.dumps(source._asdict(), default=str)}
+
+
+def _options_of(recorder: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a recorder that a run tells: a foreign run sets no others."""
+    options = {"rolltap_images": str(recorder.get("images", "hide"))}
+    for name, value in recorder.get("limits", {}).items():
+        if name.startswith("max_"):
+            options[f"rolltap_{name}"] = str(value)
+    return options
