@@ -70,7 +70,7 @@ class HarborRuntime:
             self._allowed.append(str(place.hostname))
         self._lock = threading.Lock()
         self._users = 0
-        """Those who need the process."""
+        """Number of boxes and checks that need the process."""
         self._restricts: bool | None = None
         """True if Harbor can restrict the network of boxes; None before it was asked."""
         self._builds: dict[str, Path] = {}
