@@ -52,6 +52,13 @@ def modes_and_contents(folder: Path):
     }
 
 
+def test_compiled_python_is_neither_a_change_nor_refused(tmp_path):
+    compiled = {"__pycache__": {"a.cpython-311.pyc": b"code"}, "b.pyc": b"code"}
+    start, workspace = trees(tmp_path, {"a.py": b""}, {"a.py": b"", **compiled})
+    changes = find_changes(start, workspace)
+    assert (changes.changed, changes.deleted, changes.refused) == ({}, (), {})
+
+
 @examples(60)
 @given(TREES, TREES)
 def test_changes_that_are_applied_to_the_start_make_the_workspace(before, after):
