@@ -73,6 +73,15 @@ class Load(NamedTuple):
     preemptions: int
 
 
+_LOAD = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions",
+)
+"""Names of vLLM's metrics (`vllm.v1.metrics.loggers`), in the order of `Load`."""
+
+
 class EngineAdmin:
     """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise
     `EngineError`.
@@ -171,12 +180,12 @@ class EngineAdmin:
         try:
             for family in text_string_to_metric_families(text):
                 values[family.name] = [sample.value for sample in family.samples]
-            # the names are those of `vllm.v1.metrics.loggers`
+            running, waiting, cache, preemptions = (values[name] for name in _LOAD)
             return Load(
-                running=int(sum(values["vllm:num_requests_running"])),
-                waiting=int(sum(values["vllm:num_requests_waiting"])),
-                cache=max(values["vllm:kv_cache_usage_perc"]),
-                preemptions=int(sum(values["vllm:num_preemptions"])),
+                running=int(sum(running)),
+                waiting=int(sum(waiting)),
+                cache=max(cache),
+                preemptions=int(sum(preemptions)),
             )
         except (KeyError, ValueError) as error:
             raise EngineError(
