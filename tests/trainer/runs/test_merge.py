@@ -14,7 +14,7 @@ from rolltap.addons.store.routing import Routing
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.cli.main import rolltap
-from rolltap.trainer.rollouts.resume import started_event
+from rolltap.trainer.rollouts.recorder import started_event
 from rolltap.trainer.runs.edit import split_run
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.verify import verify_run
