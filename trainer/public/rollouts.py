@@ -84,11 +84,9 @@ async def rollout_async(
     `container`, `apptainer`, `ssh`, `harbor`, or a runtime of your own. The first does not protect
     this machine from the harness. `progress` shows a progress bar on a terminal.
 
-    `settings` are the fields of `rolltap.types.RolloutConfig`, as the options of `rolltap rollout`:
-    `sessions` (of each task; they are one group), `concurrency`, `ray`, `recorders`, `timeout`,
-    `repositories`, `tools`, `container_engine`, `container_arguments`, `build`, `ssh`, `ssh_kind`,
-    `ssh_python`, `ssh_arguments`, `harbor_python`, `harbor_environment`, `recorder_address`,
-    `budget`, `retries`, `give_up_after` and `recorder`.
+    `settings` are the fields of `rolltap.types.RolloutConfig`, which are the options of `rolltap
+    rollout`: for instance `sessions` (of each task; they are one group), `concurrency` and
+    `timeout`.
 
     `out` is the run folder. A rollout into the folder of an earlier one resumes it: sessions that
     have ended are used again; those that were interrupted, failed because of the engine, the

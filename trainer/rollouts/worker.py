@@ -48,8 +48,8 @@ system call while other threads copy folders and look at boxes; Python's own is 
 
 
 class Worker:
-    """Runs groups of sessions into the run folder `out`. A context manager, sync or async, for one
-    use.
+    """Runs groups of sessions into the run folder `out`. A context manager, sync or async. It may be
+    entered again when it has been left: a service does so when a recorder died.
 
     Entering takes the folder's lock, starts the recorder, and gives a row to the sessions that a
     killed rollout left without one. `harness` is a harness, the name of a preset, or the path of a

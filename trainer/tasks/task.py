@@ -267,7 +267,8 @@ class Limits(BaseModel):
     """Limits of all programs of a session together. None is no limit in the runtime `process`.
 
     The other runtimes, which isolate, have a limit of 8 GiB of memory, 1024 processes and 20 GiB on
-    disk where a task sets none; cores stay without a limit.
+    disk where a task sets none; cores stay without a limit. In `harbor` memory, processes and cores
+    are as its environment has them where a task sets none.
 
     Attributes:
         cpus: Number of processor cores.
@@ -330,8 +331,8 @@ class Task(BaseModel):
             runtime must have images then, unless `image_optional` is true.
         image_optional: True if a runtime without images may take this machine's system folders
             instead. The workspace never starts with the image's `workdir` then.
-        build: Image to be built, in place of `image`. It needs the runtime `container` with its
-            setting `build`.
+        build: Image to be built, in place of `image`. It needs the setting `build`, and the runtime
+            `container` or `harbor`.
         workdir: Absolute path of the workspace in a runtime with files of its own.
         timeout: Seconds after which the harness is stopped. By default the rollout's `timeout`.
         limits: Limits of the session's box.
