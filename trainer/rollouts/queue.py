@@ -2,14 +2,25 @@
 actions out.
 
     waiting -> preparing -> ready -> running -> ran -> judging -> ended
-       ^                                                            |
+       ^           |          |                                     |
+       +-----------+----------+  the node was lost (once)           |
+       |                                                            |
        +---------- pausing <---- an attempt that is retried --------+
+
+An attempt can end in every phase. A session that is cancelled while it waits or pauses ends at
+once. In another phase it is stopped: it takes no further slot, and ends with its event `ended`.
 
 `preparing`, `running` and `judging` have slots on each node. `ready` is a bounded buffer of
 prepared sessions: a slot for running never waits for a disk. `ran` waits for a judge and holds no
-slot; as many as may run can wait there before no further session of the node starts. Of the groups
-with the highest priority the oldest goes first, its retries too, so groups end in about the order
-in which they came. A priority never stops a session.
+slot. When as many sessions wait in `ran` as the node has slots for running, none starts to run. Of
+the groups with the highest priority the oldest goes first, its retries too, so groups end in about
+the order in which they came. A priority never stops a session.
+
+Evaluations are prepared before other sessions, whatever the priorities, as long as fewer than
+`Slots.evaluation` are between preparing and the end of their run; further ones after all others.
+A prepared evaluation runs first: while it waits in `ready`, it uses that share for nothing.
+Evaluations are judged last: one that ran is no longer in that share, and the next step of a
+training waits for the other sessions.
 
 A group stays on the node that takes its first session, because its sessions share the prefix cache
 of that node's engines. The node with the most free slots takes the next group. If there are several
@@ -38,7 +49,8 @@ _Order = tuple[int, int, int]
 class Slots(NamedTuple):
     """Most sessions at once in a phase, on one node.
 
-    `evaluation` is the number of slots of sessions that evaluate, while others wait too.
+    As long as fewer than `evaluation` sessions that evaluate are between preparing and the end of
+    their run, the next session that is prepared evaluates, if one waits.
     """
 
     preparing: int
@@ -67,7 +79,7 @@ class _Group:
     order: _Order
     deadline: float
     evaluates: bool
-    left: set[str]
+    unended: set[str]
     """Sessions that have not ended."""
     node: str | None = None
 
@@ -76,8 +88,8 @@ class _Group:
 class _Attempt:
     group_id: str
     order: _Order
-    tried: int
-    """Retries of its session before it."""
+    retries_used: int
+    """Retries that its session has used, this attempt too if it is one."""
     phase: Phase = "waiting"
     due: float = 0.0
     stopped: bool = False
@@ -101,7 +113,10 @@ class _Node:
     entry may be out of date."""
 
     def free(self) -> int:
-        """Return the number of slots for running that no session has, or is prepared for."""
+        """Return the number of slots for running that no session has, or is prepared for.
+
+        It is negative where prepared sessions wait in `ready` for the slots of others.
+        """
         held = self.counts["preparing"] + self.counts["ready"] + self.counts["running"]
         return self.slots.running - held
 
@@ -138,7 +153,7 @@ class SessionQueue:
     _nodes: dict[str, _Node] = field(default_factory=dict)
     _groups: dict[str, _Group] = field(default_factory=dict)
     _attempts: dict[str, _Attempt] = field(default_factory=dict)
-    _unheld: dict[bool, list[tuple[_Order, str]]] = field(
+    _unassigned: dict[bool, list[tuple[_Order, str]]] = field(
         default_factory=lambda: {True: [], False: []}
     )
     """Whether groups evaluate -> heap of those that no node has. An entry may be out of date."""
@@ -161,9 +176,9 @@ class SessionQueue:
         for group_id in node.groups:
             group = self._groups[group_id]
             group.node = None
-            for session_id in group.left:
+            for session_id in group.unended:
                 self._attempts[session_id].node = None
-            self._wait_for_a_node(group_id)
+            self._enqueue_group(group_id)
 
     def rest_node(self, name: str, rests: bool) -> None:
         """Give a node no further groups while it rests."""
@@ -178,11 +193,11 @@ class SessionQueue:
         deadline: float = math.inf,
         evaluates: bool = False,
         priority: int = 0,
-        tried: Mapping[str, int] = MappingProxyType({}),
+        retries_used: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Take the sessions of a new group. Those that have not ended at the deadline are stopped.
 
-        `tried` has the retries that sessions have used before.
+        `retries_used` is session -> the retries that it has used before.
 
         Raises `ValueError` for a name that is used already.
         """
@@ -197,10 +212,10 @@ class SessionQueue:
             heapq.heappush(self._timers, (deadline, group_id, ""))
         for index, session_id in enumerate(session_ids):
             order = (-priority, number, index)
-            attempt = _Attempt(group_id, order, tried.get(session_id, 0))
+            attempt = _Attempt(group_id, order, retries_used.get(session_id, 0))
             self._attempts[session_id] = attempt
             self._count(attempt, 1)
-        self._wait_for_a_node(group_id)
+        self._enqueue_group(group_id)
         self._close_if_over(group_id)
 
     def prepared(self, session_id: str) -> None:
@@ -222,21 +237,21 @@ class SessionQueue:
             return None
         self._count(attempt, -1)
         group = self._groups[attempt.group_id]
-        group.left.remove(session_id)
-        tried = attempt.tried
-        if not again or attempt.stopped or tried >= self.retries:
+        group.unended.remove(session_id)
+        used = attempt.retries_used
+        if not again or attempt.stopped or used >= self.retries:
             self._close_if_over(attempt.group_id)
             return None
-        due = now + self.pause * 2.0**tried
-        retry = _Attempt(attempt.group_id, attempt.order, tried + 1, "pausing", due)
+        due = now + self.pause * 2.0**used
+        retry = _Attempt(attempt.group_id, attempt.order, used + 1, "pausing", due)
         retry_id = str(SessionName.parse(session_id).next)
-        group.left.add(retry_id)
+        group.unended.add(retry_id)
         self._attempts[retry_id] = retry
         self._count(retry, 1)
         heapq.heappush(self._timers, (due, retry.group_id, retry_id))
         return retry_id
 
-    def wait_again(self, session_id: str) -> bool:
+    def requeue(self, session_id: str) -> bool:
         """Let a session wait again, with its retries, if its node was lost before it began to run.
 
         Call it when the node does nothing for it any more. Returns False for any other session, and
@@ -248,7 +263,7 @@ class SessionQueue:
         if attempt.phase not in ("preparing", "ready"):
             return False
         attempt.spared = True
-        self._wake(session_id)
+        self._set_waiting(session_id)
         return True
 
     def cancel(self, name: str) -> None:
@@ -257,13 +272,13 @@ class SessionQueue:
         group = self._groups.get(name)
         session_ids = [name]
         if group is not None:
-            session_ids = sorted(group.left)
+            session_ids = sorted(group.unended)
         for session_id in session_ids:
             attempt = self._attempts.get(session_id)
             if attempt is None or attempt.stopped:
                 continue
             if attempt.phase in ("waiting", "pausing"):
-                self.ended(session_id, 0.0)
+                self.ended(session_id, now=0.0)  # the time matters for a retry alone
             else:
                 attempt.stopped = True
                 self._actions.append(Action("stop", attempt.group_id, session_id))
@@ -285,11 +300,11 @@ class SessionQueue:
         `due`."""
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)
-            if not self._means(timer):
+            if not self._is_current(timer):
                 continue
             _, group_id, paused_id = timer
             if paused_id:
-                self._wake(paused_id)
+                self._set_waiting(paused_id)
             else:
                 self.cancel(group_id)
         for name, node in self._nodes.items():
@@ -310,13 +325,13 @@ class SessionQueue:
 
     def due(self) -> float | None:
         """Return the time at which the next pause or deadline ends, or None."""
-        while self._timers and not self._means(self._timers[0]):
+        while self._timers and not self._is_current(self._timers[0]):
             heapq.heappop(self._timers)
         if not self._timers:
             return None
         return self._timers[0][0]
 
-    def _means(self, timer: tuple[float, str, str]) -> bool:
+    def _is_current(self, timer: tuple[float, str, str]) -> bool:
         """Return False for a timer whose group or session has ended."""
         time, group_id, paused_id = timer
         if not paused_id:
@@ -349,22 +364,22 @@ class SessionQueue:
         first = node.evaluating < node.slots.evaluation
         for evaluates in (first, not first):
             own = self._first(node, "waiting", evaluates)
-            group_id = self._first_unheld(node, evaluates)
+            group_id = self._first_unassigned(node, evaluates)
             if group_id is not None:
                 order = self._groups[group_id].order
                 if own is None or order < self._attempts[own].order:
-                    heapq.heappop(self._unheld[evaluates])
-                    self._hold(name, node, group_id)
+                    heapq.heappop(self._unassigned[evaluates])
+                    self._assign(name, node, group_id)
             session_id = self._take(node, "waiting", (evaluates,))
             if session_id is not None:
                 return session_id
         return None
 
-    def _first_unheld(self, node: _Node, evaluates: bool) -> str | None:
+    def _first_unassigned(self, node: _Node, evaluates: bool) -> str | None:
         """Return the first group that no node has, if the node may take it."""
         if node.rests or (len(self._nodes) > 1 and node.free() <= 0):
             return None
-        heap = self._unheld[evaluates]
+        heap = self._unassigned[evaluates]
         while heap:
             order, group_id = heap[0]
             group = self._groups.get(group_id)
@@ -375,25 +390,28 @@ class SessionQueue:
         return None
 
     def _has_waiting(self, group_id: str) -> bool:
-        left = self._groups[group_id].left
-        return any(self._attempts[name].phase == "waiting" for name in left)
+        unended = self._groups[group_id].unended
+        return any(self._attempts[name].phase == "waiting" for name in unended)
 
-    def _hold(self, name: str, node: _Node, group_id: str) -> None:
+    def _assign(self, name: str, node: _Node, group_id: str) -> None:
         """Give a group to a node."""
         group = self._groups[group_id]
         group.node = name
         node.groups.add(group_id)
-        for session_id in group.left:
+        for session_id in group.unended:
             if self._attempts[session_id].phase == "waiting":
                 self._push(session_id)
 
-    def _wait_for_a_node(self, group_id: str) -> None:
+    def _enqueue_group(self, group_id: str) -> None:
         group = self._groups[group_id]
-        heapq.heappush(self._unheld[group.evaluates], (group.order, group_id))
+        heapq.heappush(self._unassigned[group.evaluates], (group.order, group_id))
 
     def _take(self, node: _Node, phase: Phase, turns: tuple[bool, ...]) -> str | None:
-        """Take the first session that has passed a phase, of those whose turn is first: those that
-        evaluate, or not."""
+        """Take the first session that stands in `phase`.
+
+        `turns` says whether those that evaluate come before the others (True, False), after them,
+        or alone.
+        """
         for evaluates in turns:
             session_id = self._first(node, phase, evaluates)
             if session_id is not None:
@@ -411,12 +429,12 @@ class SessionQueue:
             heapq.heappop(heap)
         return None
 
-    def _wake(self, session_id: str) -> None:
+    def _set_waiting(self, session_id: str) -> None:
         """Let a session wait for a node, as the first time."""
         attempt = self._attempts[session_id]
         self._move(attempt, "waiting", None)
         if self._groups[attempt.group_id].node is None:
-            self._wait_for_a_node(attempt.group_id)
+            self._enqueue_group(attempt.group_id)
         else:
             self._push(session_id)
 
@@ -461,7 +479,7 @@ class SessionQueue:
 
     def _close_if_over(self, group_id: str) -> None:
         group = self._groups[group_id]
-        if group.left:
+        if group.unended:
             return
         del self._groups[group_id]
         if group.node is not None:

@@ -190,7 +190,7 @@ class GroupRunner:
         priority: int = 0,
         seconds: float = math.inf,
         apart: bool = False,
-        tried: Mapping[str, int] = MappingProxyType({}),
+        retries_used: Mapping[str, int] = MappingProxyType({}),
     ) -> asyncio.Future[list[Session]]:
         """Take a group. The result is the list of its sessions, all attempts, in the order in which
         they ended.
@@ -198,8 +198,8 @@ class GroupRunner:
         The result is cancelled when the block fails, or has failed. Groups of a higher priority go
         first. Sessions that have not ended after so many `seconds` are stopped. A group that is
         `apart` is somebody's of whom the others know nothing: its infrastructure failures stop it
-        alone, unless an engine does not answer. `tried` has the retries that sessions have used
-        before.
+        alone, unless an engine does not answer. `retries_used` is session -> the retries that
+        it has used before.
 
         `policy_version` is the version of sessions without a sampled token: see `SessionAttempt`.
         """
@@ -215,7 +215,7 @@ class GroupRunner:
             deadline=deadline,
             evaluates=group.evaluates,
             priority=priority,
-            tried=tried,
+            retries_used=retries_used,
         )
         submitted = _SubmittedGroup(group, policy_version, deadline, apart, result)
         self._groups[group.group_id] = submitted
@@ -395,7 +395,7 @@ class GroupRunner:
         """
         row = attempt.row
         not_begun = row is None and failure is None and self._is_lost(node)
-        if not_begun and self._queue.wait_again(attempt.session_id):
+        if not_begun and self._queue.requeue(attempt.session_id):
             return
         if facts is None:
             again = self._is_lost(node) and (row is None or row.status in NOT_RUN)

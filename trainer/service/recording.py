@@ -220,20 +220,20 @@ class RecordedGroups:
             if session.session_id not in opened.known:  # the service ended before its event
                 self._note(replace(session, group_id=name), 0.0)  # somebody may have changed it
         missing: list[str] = []
-        tried: dict[str, int] = {}
+        retries_used: dict[str, int] = {}
         for session_id in recorded.missing(opened.group).session_ids:
             place = SessionName.parse(session_id).place
             may_run = failures[place] <= self._worker.config.retries
             if not over and may_run and place not in opened.stopped:
                 missing.append(session_id)
-                tried[session_id] = failures[place]
+                retries_used[session_id] = failures[place]
                 opened.begun[place] = session_id
         result = await self.runner.submit(
             replace(opened.group, session_ids=missing),
             priority=request.priority,
             seconds=request.seconds_left(),
             apart=True,
-            tried=tried,
+            retries_used=retries_used,
         )
         self._do(partial(self._end, name, result))
 

@@ -172,7 +172,7 @@ class Rollout(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_session_that_had_not_begun_to_run_waits_again(self, data):
         session_id = data.draw(st.sampled_from(self.unbegun()))
-        assert self.queue.wait_again(session_id)
+        assert self.queue.requeue(session_id)
         self.spared.add(session_id)
         del self.phases[session_id]
         for kind in ACTIVE:
@@ -182,7 +182,7 @@ class Rollout(RuleBasedStateMachine):
     @rule()
     def no_other_session_waits_again(self):
         for session_id in {*self.phases} - {*self.unbegun()}:
-            assert not self.queue.wait_again(session_id)
+            assert not self.queue.requeue(session_id)
 
     def finish(self, session_id):
         self.finished.add(SessionName.parse(session_id).place)
@@ -266,7 +266,9 @@ class Rollout(RuleBasedStateMachine):
         has_free = len(self.nodes) == 1 or ahead + counts["running"] < slots.running
         takes_more = has_free and name not in self.resting
         for group in self.queue._groups.values():
-            waiting = [each for each in group.left if self.queue._attempts[each].phase == "waiting"]
+            waiting = [
+                each for each in group.unended if self.queue._attempts[each].phase == "waiting"
+            ]
             assert (
                 full
                 or not waiting
@@ -384,7 +386,7 @@ def test_a_retry_waits_longer_each_time_and_then_goes_before_younger_groups():
 
 def test_retries_that_were_used_before_count():
     queue = queue_of(Slots(preparing=2, ready=0, running=2, judging=1), retries=2)
-    queue.submit("g", ["a~1", "b~7"], tried={"a~1": 1})
+    queue.submit("g", ["a~1", "b~7"], retries_used={"a~1": 1})
     queue.advance(0.0)
     assert queue.ended("a~1", 0.0, again=True) == "a~2"
     assert queue.ended("b~7", 0.0, again=True) == "b~8"

@@ -328,8 +328,8 @@ async def test_failures_before_a_kill_are_retries_after_it(tmp_path):
     submitted = []
 
     class Runner:
-        async def submit(self, group, *, tried, **_):
-            submitted.append((group.session_ids, tried))
+        async def submit(self, group, *, retries_used, **_):
+            submitted.append((group.session_ids, retries_used))
             ended = asyncio.get_running_loop().create_future()
             ended.cancel()
             return ended
