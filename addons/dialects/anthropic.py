@@ -52,7 +52,7 @@ _BILLING = "x-anthropic-billing-header"
 _ROLES = ("user", "assistant", "system")
 _CONTENT = "a string or a list of content blocks"
 _HOSTED_BLOCKS = ("server_tool_use", "mcp_tool_use", "search_result")
-_SAMPLING_FIELDS = [
+_RECORDED_OPTIONS = [
     "temperature",
     "top_p",
     "top_k",
@@ -65,6 +65,8 @@ _SAMPLING_FIELDS = [
     "speed",
     "inference_geo",
 ]
+"""Options that the row keeps (`Call.sampling`, key `asked`), part of the `request_digest`. `decode`
+also reads those of them that are applied."""
 _PREFILL = "This model does not support assistant message prefill."
 _ORPHAN = (
     "messages: unexpected `tool_use_id` found in `tool_result` blocks: {}. "
@@ -121,7 +123,7 @@ class AnthropicMessages(dialect.Dialect):
             may_call=fields.inner("tool_choice")["type"] != "none",
             reasoning=_reasoning(fields.inner("thinking")),
             schema=_schema(fields),
-            requested_sampling=fields.chosen(_SAMPLING_FIELDS),
+            requested_sampling=fields.chosen(_RECORDED_OPTIONS),
             client_metadata={
                 **metadata.texts_by_place("user_id"),
                 **diagnostics.texts_by_place("previous_message_id"),

@@ -203,8 +203,11 @@ class ModelCall:
     """The harness's share of the reply's reasoning: all of it, only the opaque field issued with
     it, or nothing."""
     requested_sampling: Object = field(default_factory=dict)
-    """Sampling and decoding options of the request, in their `recordable` form. Other fields of
-    this class hold those that are applied."""
+    """Options of the request as it has them, in their `recordable` form.
+
+    The row keeps them (`Call.sampling`, key `asked`), and the `request_digest` covers them. They
+    are applied only where another field of this class has them too, as `schema` or `may_call`.
+    """
     hosted_tools: list[Any] = field(default_factory=list)
     """Tools that the provider would run itself, in their `recordable` form.
 
@@ -254,14 +257,17 @@ class ModelCall:
         names.update(wire.name for wire in self.wire_tools.values())
         return names
 
-    def unapplied(self) -> Object:
-        """Return what the harness asked for and did not get, for the record."""
-        unapplied = {**self.requested_sampling}
+    def options_asked(self) -> Object:
+        """Return the options for the record: key `asked` of `Call.sampling`.
+
+        `json_schema` is there for a schema to which the engine is not held.
+        """
+        asked = {**self.requested_sampling}
         if self.hosted_tools:
-            unapplied["hosted_tools"] = self.hosted_tools
+            asked["hosted_tools"] = self.hosted_tools
         if self.schema is not None and self.grammar is None:
-            unapplied["json_schema"] = True
-        return unapplied
+            asked["json_schema"] = True
+        return asked
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ _METHOD = re.compile(
     r"/(?:v1|v1beta|v1beta1)/(?:(?:projects/[^/]+/locations/[^/]+/)?publishers/google/)?"
     r"models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent|countTokens)"
 )
-_SAMPLING_FIELDS = (
+_RECORDED_OPTIONS = (
     "temperature",
     "topP",
     "topK",
@@ -68,6 +68,8 @@ _SAMPLING_FIELDS = (
     "routingConfig",
     "modelSelectionConfig",
 )
+"""Options that the row keeps (`Call.sampling`, key `asked`), part of the `request_digest`. `decode`
+also reads those of them that are applied."""
 _ENUM = "text/x.enum"
 """The type of a reply that is one of the texts of an enumeration."""
 _ROLES = ("user", "model", "function")
@@ -144,7 +146,7 @@ class GoogleGenerateContent(dialect.Dialect):
             schema=_reply_schema(config),
             may_call=calling["mode"] != "NONE",
             reasoning="shown" if thinking["includeThoughts"] is True else "signed",
-            requested_sampling=config.chosen(_SAMPLING_FIELDS),
+            requested_sampling=config.chosen(_RECORDED_OPTIONS),
             hidden_parts=system.hidden_parts,
         )
         call.requested_sampling |= fields.chosen(("toolConfig", "safetySettings"))

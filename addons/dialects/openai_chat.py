@@ -57,7 +57,7 @@ _MEDIA = {
 """Type of a part that is no text -> a word for it. The last is an extension of vLLM and others."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_SAMPLING_FIELDS = [
+_RECORDED_OPTIONS = [
     "temperature",
     "top_p",
     "top_k",
@@ -77,6 +77,8 @@ _SAMPLING_FIELDS = [
     "store",
     "modalities",
 ]
+"""Options that the row keeps (`Call.sampling`, key `asked`), part of the `request_digest`. `decode`
+also reads those of them that are applied."""
 _UNSUPPORTED = ["logprobs", "top_logprobs", "audio"]
 _UNSUPPORTED_OF_VLLM = ["echo", "continue_final_message", "prompt_logprobs"]
 """Fields that change the kind of the reply. Other fields that are not read here are hints."""
@@ -225,7 +227,7 @@ class OpenAIChat(OpenAIDialect):
             stop=fields.stop_texts("stop"),
             may_call=request.get("tool_choice") != "none",
             schema=wanted_schema(form, form.inner("json_schema")),
-            requested_sampling=fields.chosen(_SAMPLING_FIELDS),
+            requested_sampling=fields.chosen(_RECORDED_OPTIONS),
             client_metadata=metadata.texts_by_place(*metadata.values),
         )
         for tool in fields.objects("tools"):

@@ -100,7 +100,7 @@ class Grant:
     cut: bool
     """True when that is less than the call would have without the budget."""
 
-    def settle(self, call: Call, *, fault: bool = False) -> Event | None:
+    def give_back(self, call: Call, *, fault: bool = False) -> Event | None:
         """Give back what an ended call did not use. Return an event `budget` when it was cut."""
         self.budget.free(self)
         self.budget.used.add(call.status, len(call.completion_ids), call.error, fault=fault)
@@ -121,12 +121,12 @@ class SessionBudget:
     used: Used
     running: list[Grant] = field(default_factory=list)
     """The grants of its running calls."""
-    _settled: asyncio.Event = field(default_factory=asyncio.Event)
+    _given_back: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, dialect: Dialect, max_tokens: int) -> Grant | None:
         """Grant a call up to `max_tokens` sampled tokens, or what is left. Raises `BudgetUsedUp`.
 
-        Returns None when running calls may give back what is missing: try again after `settled`.
+        Returns None when running calls may give back what is missing: try again after `given_back`.
         """
         most_calls = self.options.max_calls
         if most_calls and self.used.calls + len(self.running) >= most_calls:
@@ -147,9 +147,9 @@ class SessionBudget:
     def free(self, grant: Grant) -> None:
         """End a grant."""
         self.running.remove(grant)
-        self._settled.set()
+        self._given_back.set()
 
-    async def settled(self) -> None:
+    async def given_back(self) -> None:
         """Wait until a running call has ended."""
-        self._settled.clear()
-        await self._settled.wait()
+        self._given_back.clear()
+        await self._given_back.wait()

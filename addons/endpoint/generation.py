@@ -4,9 +4,13 @@ full.
 A call begins when its event `call_started` is on disk. A task of its own samples it, independent of
 the requests that listen to it, so that a lost connection costs no tokens.
 
-    SAMPLING ----> SAMPLED ----> COMMITTED ----> COMPLETED
-        |             |              |
-        +-- FAILED, ABORTED          +-- FAILED
+            finish reason     a listener        fsync, if any
+    SAMPLING -----------> SAMPLED --------> COMMITTED --------> COMPLETED
+        |                     |                 |
+        +----------+----------+                 +-- error: FAILED
+                   |
+                   +-- error: FAILED
+                   +-- abort: ABORTED
 
 `SAMPLING`: the engine is asked, and tokens are appended to the call. A retryable failure of an
 engine does not end the call: another engine, or the same one after a pause, samples the rest
@@ -81,9 +85,9 @@ UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
 """Seconds without a new token, for this call or any other, after which an aborted call counts as
 one that the engine did not answer.
 
-It is twice the time in which a silent engine is found out, so that a long prefill is still an
-answer. An engine that samples for others meanwhile has a queue: who leaves it hangs up by
-itself.
+It is twice the 30 s after which a silent engine is found out at the latest (`HEALTH_SECONDS`
+of `engine/client.py`), so that a long prefill is still an answer. An engine that samples for others
+meanwhile has a queue: who leaves it hangs up by itself.
 """
 _RETRY_COUNT = "x-stainless-retry-count"
 """Header of the OpenAI and Anthropic SDKs: the number of times that the client has sent this
@@ -114,7 +118,7 @@ UNRECORDED = {State.SAMPLING, State.SAMPLED}
 STATUS: dict[State, CallStatus] = {State.FAILED: "failed", State.ABORTED: "aborted"}
 
 
-class Owner(Protocol):
+class CallSession(Protocol):
     """The session of a call, as far as its generation uses it."""
 
     engines: EnginePool
@@ -127,11 +131,11 @@ class Owner(Protocol):
 
 
 class Generation:
-    """A call as those see it who listen to it: a running one, or a finished one, which has no
-    tokens.
+    """One call as its listeners see it: running, or finished and without tokens.
 
     When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so
-    far, as a list of (new reasoning, new content). `usage` is complete when `reply` is set.
+    far, as a list of (new reasoning, new content). `usage` is complete when `reply` is set. The row
+    and its tokens (`call`) exist from `start` until it is `done`.
     """
 
     def __init__(
@@ -169,7 +173,7 @@ class Generation:
 
     def start(
         self,
-        session: Owner,
+        session: CallSession,
         prepared: PreparedCall,
         policy: SessionPolicy,
         grant: Grant,
@@ -239,12 +243,13 @@ class Generation:
         if self._state not in UNRECORDED:
             return
         self._task.cancel()
-        recorded = why
+        error_recorded = why
         unanswered = self._outage or self._silence()
         if unanswered is not None:
             self._session.writer.note(self.call.event("fault", unanswered))
-            recorded += f"{WAITED}{unanswered}"
-        self._end(State.ABORTED, DialectError(why, status=503, code="aborted"), recorded)
+            error_recorded += f"{WAITED}{unanswered}"
+        error_sent = DialectError(why, status=503, code="aborted")
+        self._end(State.ABORTED, error_sent, error_recorded)
 
     def _abort_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -295,11 +300,12 @@ class Generation:
             self._add_piece(piece)
             self.call.reply = json_text(reply.to_message())
             self._record("completed")
-            self._settle()
+            self._give_back()
             self._enter(State.COMMITTED)
             if session.engines.routing:
                 session.writer.note(make_routing(self.call, routed_experts))
-            adding = asyncio.create_task(session.add(prepared, reply))  # in the order of commits
+            # begun before the sync: calls take the session's lock in the order of their commits
+            adding = asyncio.create_task(session.add(prepared, reply))
             if session.writer.sync_policy == "call":
                 await asyncio.to_thread(session.writer.sync)
             self.usage = Usage(
@@ -317,33 +323,32 @@ class Generation:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        answer = as_dialect_error(error)
+        error_sent = as_dialect_error(error)
         fault = event_kind(error) == "fault"
         if fault:
-            known = error if isinstance(error, EngineError) else answer
+            known = error if isinstance(error, EngineError) else error_sent
             self._session.writer.note(self.call.event("fault", str(known)))
-        self._end(State.FAILED, answer, str(error) or repr(error), fault=fault)
+        self._end(State.FAILED, error_sent, str(error) or repr(error), fault=fault)
 
     def _end(
         self,
         state: State,
-        answer: DialectError,
-        recorded: str,
+        error_sent: DialectError,
+        error_recorded: str,
         *,
         fault: bool = False,
     ) -> None:
-        """End the call with an error: its harness gets `answer`, and its row has the text
-        `recorded`."""
+        """End the call with an error: its harness gets `error_sent`, its row `error_recorded`."""
         if self._state in UNRECORDED:
             self.call.reply = None
-            self.call.error = recorded
+            self.call.error = error_recorded
             try:
                 self._record(STATUS[state])
             except Exception as failure:
                 run = self._session.writer.run
                 logger.error("cannot write call %s to %s: %s", self.call_id, run, failure)
-            self._settle(fault=fault)
-        self.error = answer
+            self._give_back(fault=fault)
+        self.error = error_sent
         self._enter(state)
 
     def _record(self, status: CallStatus) -> None:
@@ -355,6 +360,8 @@ class Generation:
         asked = self._prepared.asked
         grammar = self._prepared.prompt.model_call.grammar
         if grammar is not None and "structured_outputs" not in sampling:
+            # an engine refused the grammar while it was asked (`pool.sample`): the row says so, and
+            # keeps the request's digest
             asked["structured_outputs"] = grammar
         call.sampling = json_text({**sampling, "asked": asked})
         call.violation = find_violation(
@@ -369,8 +376,8 @@ class Generation:
             logger.warning("call %s is excluded from training: %s", call.call_id, why)
         self._session.writer.add_call(call)
 
-    def _settle(self, *, fault: bool = False) -> None:
-        cut = self._grant.settle(self.call, fault=fault)
+    def _give_back(self, *, fault: bool = False) -> None:
+        cut = self._grant.give_back(self.call, fault=fault)
         if cut is not None:
             self._session.refusals.record(cut)
 

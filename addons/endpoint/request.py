@@ -80,7 +80,8 @@ class PreparedCall:
     digest: bytes
     """The `request_digest`."""
     asked: dict[str, Any] = field(default_factory=dict)
-    """The options that the harness asked for and did not get, for the record."""
+    """Key `asked` of the row's `sampling`: the `options_asked`, and parameters of `sampling` as
+    they were before a budget or an engine changed them."""
     controls: str | None = None
     """The `ControlTokens.found` of what the prompt has after its parent's."""
     difference: str | None = None

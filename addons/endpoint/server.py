@@ -243,7 +243,7 @@ class Endpoint:
         try:
             return await answer(generation, dialect, context, request)
         finally:
-            session.settle()
+            session.drop_unheard()
 
     async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
         """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says.

@@ -204,7 +204,7 @@ class Session:
                 grant = budget.take(decoded.dialect, prepared.sampling["max_tokens"])
                 if grant is not None:
                     return self._start(recovered, prepared, request, grant)
-            await budget.settled()
+            await budget.given_back()
 
     async def count_tokens(self, decoded: Decoded) -> int:
         """Return the prompt tokens of a decoded request.
@@ -222,11 +222,11 @@ class Session:
             )
             return len(prompt.ids)
 
-    def settle(self) -> None:
-        """Forget finished calls that no retry can get: those of errors, and all but the newest.
+    def drop_unheard(self) -> None:
+        """Drop the calls that no request listens to, unless a retry may get them.
 
-        Of the calls that run and whose listeners have gone, only the newest `LEFT` wait for a
-        retry: each holds an engine.
+        Finished ones are forgotten: those of errors, and all but the newest `REMEMBERED`. Running
+        ones are aborted, but the newest `LEFT`: each holds an engine.
         """
         self.touch()
         running = []
@@ -372,7 +372,7 @@ class Session:
             call.tools = json_text(model_call.tools)
         else:
             call.parent_id = prompt.parent.call_id
-        asked = model_call.unapplied()
+        asked = model_call.options_asked()
         whole = {**sampling, "asked": asked}
         prepared = PreparedCall(
             call=call,

@@ -61,8 +61,10 @@ SessionStatus = Literal[
 PHASES = ("queued", "preparing", "running", "judging", "retried")
 """Phases of a session, whose seconds are columns `PHASE_seconds` of its row."""
 LATER_COLUMNS = frozenset(f"{phase}_seconds" for phase in PHASES)
-"""Columns that tables got later without a new `SCHEMA_VERSION`. Files from before lack them; their
-rows are read as rows without a value there, and keep their digests."""
+"""Columns that tables got later without a new `SCHEMA_VERSION`: so far only `sessions` did, for its
+`PHASES`. Files from before lack them; their rows are read as rows without a value there, and keep
+their digests. `door.py` checks all of them as seconds of a session: a later column of another kind
+gets a type of its own there."""
 SESSION_JSON = ("parts", "evidence", "suspicions")
 """Columns of `sessions` that hold a JSON object."""
 UNREWARDED: frozenset[SessionStatus] = frozenset(
@@ -162,8 +164,11 @@ class Call:
         dialect: Name of the API: `openai-chat`, `openai-responses`, `anthropic-messages` or
             `google-generate-content`; empty for an imported call.
         model: Model name in the harness's request.
-        sampling: JSON of the sampling parameters sent to the engine. Key `asked`: further
-            parameters that the harness requested; they were not applied.
+        sampling: JSON of the sampling parameters sent to the engine. Key `asked`: options as the
+            harness sent them. The engine got those that are also a key beside `asked` (a JSON
+            schema: `structured_outputs`) and no others. A few shape the reply once it is sampled
+            (`tool_choice` "none": no tool calls). `max_tokens` and `structured_outputs` are in
+            `asked` if a budget or an engine changed them, as they were before.
         messages: JSON list of the new messages.
         tools: JSON list of the tools shown to the model; None when they equal the parent's.
         reply: JSON of the assistant message as the harness received it; None when there is none.

@@ -52,7 +52,7 @@ from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
 from rolltap.addons.dialects.tools import freeform_tool, function_tool
 
 _ROLES = ("system", "developer", "user", "assistant")
-_SAMPLING_FIELDS = [
+_RECORDED_OPTIONS = [
     "temperature",
     "top_p",
     "reasoning",
@@ -68,6 +68,8 @@ _SAMPLING_FIELDS = [
     "max_tool_calls",
     "context_management",
 ]
+"""Options that the row keeps (`Call.sampling`, key `asked`), part of the `request_digest`. `decode`
+also reads those of them that are applied."""
 _NOT_STORED = {
     "conversation": "name the last response as 'previous_response_id'",
     "prompt": "this server stores no templates",
@@ -195,7 +197,7 @@ def _decode(
         max_tokens=fields.optional("max_output_tokens", Fields.positive_integer),
         schema=wanted_schema(form, form),
         may_call=fields["tool_choice"] != "none",
-        requested_sampling=fields.chosen(_SAMPLING_FIELDS),
+        requested_sampling=fields.chosen(_RECORDED_OPTIONS),
         hosted_tools=hosted,
         client_metadata=metadata.texts_by_place(*metadata.values),
         repeated=_repeated(fields),

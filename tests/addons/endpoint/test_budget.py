@@ -175,13 +175,13 @@ async def test_a_call_waits_for_what_a_running_one_may_give_back(restart, script
 
 
 async def test_the_end_of_a_session_ends_the_calls_that_wait(restart, scripted_engine, monkeypatch):
-    waits, settled = asyncio.Queue(), SessionBudget.settled
+    waits, given_back = asyncio.Queue(), SessionBudget.given_back
 
     async def wait(budget):
         waits.put_nowait(budget)
-        await settled(budget)
+        await given_back(budget)
 
-    monkeypatch.setattr(SessionBudget, "settled", wait)
+    monkeypatch.setattr(SessionBudget, "given_back", wait)
     async with restart(max_sampled_tokens=10) as harness:
         first = await harness.held(scripted_engine, Say("Hello.", hold_after=1))
         second = asyncio.create_task(harness.ask(user("Ho")))
@@ -252,7 +252,7 @@ def test_no_order_of_calls_goes_over_a_budget_and_no_call_waits_for_nothing(most
         elif running:
             grant = running.pop()
             sampled = min(number, grant.tokens)
-            grant.settle(
+            grant.give_back(
                 replace(CALL, status=step, completion_ids=[0] * sampled), fault=step == "failed"
             )
             used.add(step, sampled, None, fault=step == "failed")
@@ -278,7 +278,7 @@ def test_every_call_that_an_engine_was_asked_counts_unless_it_ends_in_a_fault_of
 ):
     budget = SessionBudget(SimpleNamespace(max_calls=9, max_sampled_tokens=0), Used())
     grant = budget.take(routes.CHAT, 5)
-    grant.settle(replace(CALL, status=status, error=error), fault=fault)
+    grant.give_back(replace(CALL, status=status, error=error), fault=fault)
     assert budget.used.calls == calls
     if status != "failed":
         row = {"status": status, "error": error, "completion_ids": None}

@@ -183,7 +183,7 @@ async def test_of_the_calls_that_a_harness_leaves_behind_few_wait_for_a_retry(
             await read_until(response, lambda seen: b"one" in seen)
         left = harness.endpoint.sessions["s1"].generations[-1]
         await until(lambda left=left: not left.listeners)
-    harness.endpoint.sessions["s1"].settle()
+    harness.endpoint.sessions["s1"].drop_unheard()
     assert [call["status"] for call in harness.calls()] == ["aborted"] * 2
     assert harness.events("fault") == []
     scripted_engine.release()
