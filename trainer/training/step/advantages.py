@@ -33,8 +33,9 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
 
     The advantage is `(reward - mean) / (std + 1e-4)`, with the mean of the session's group. The
     standard deviation has Bessel's correction, and is that of the group (`group`) or of all of
-    `rewards` (`batch`). With `none` the divisor is 1. A session alone in its group, or in a group
-    of equal rewards, gets 0.0.
+    `rewards` (`batch`). With `none` the divisor is 1. A session gets exactly 0.0 in a group whose
+    rewards do not differ (`rewards_differ`), and alone in its group. A teacher's share trains such
+    sessions too, and rounding must not add to it.
 
     Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions` with `scale_rewards`
     (trl/trainer/grpo_trainer.py, and `nanstd` of trl/trainer/utils.py). TRL has groups of equal
@@ -60,7 +61,9 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
     advantages = {}
     for session, labelled in rewards.items():
         group = labelled.group_id
-        advantages[session] = (labelled.reward - means[group]) / divisors[group]
+        advantages[session] = 0.0
+        if rewards_differ(groups[group]):
+            advantages[session] = (labelled.reward - means[group]) / divisors[group]
     return advantages
 
 

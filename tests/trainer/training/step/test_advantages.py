@@ -56,6 +56,13 @@ class TestSessionAdvantages:
         assert session_advantages(rewards, scale) == {"0": 0.0, "1": 0.0, "2": 0.0}
         assert session_advantages({}, scale) == {}
 
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_rewards_that_differ_by_rounding_get_exactly_zero(self, scale):
+        rewards = in_groups(g={"a": 0.3, "b": 0.1 + 0.2}, h={"c": 0.0, "d": 1.0})
+        advantages = session_advantages(rewards, scale)
+        assert advantages["a"] == advantages["b"] == 0.0
+        assert advantages["c"] < 0.0 < advantages["d"]
+
     @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
     def test_a_reward_that_is_no_number_is_refused_by_name(self, reward):
         with pytest.raises(ValueError, match="session b has the reward"):
