@@ -134,12 +134,9 @@ class OpenGroup:
     writes: list[asyncio.Task[None]] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def left(self) -> set[str]:
-        """Return the ids of the request's sessions of which no attempt has ended."""
-        return self.unfinished() - {SessionName.parse(name).place for name in self.known}
-
     def unfinished(self) -> set[str]:
-        """Return the ids of the request's sessions that have no outcome of their own."""
+        """Return the ids of the request's sessions that have no outcome of their own: they wait,
+        run, are retried, or were given up and may run at the next start."""
         ended = set()
         for name, status in self.known.items():
             if status not in RERUN:
@@ -246,11 +243,11 @@ class GroupBook:
         return view
 
     def waiting(self) -> Counter[int]:
-        """Return priority -> number of sessions of open groups that have not ended."""
+        """Return priority -> number of sessions of open groups that have no outcome."""
         waiting: Counter[int] = Counter()
         for group in self.open.values():
             if group.problem is None:
-                waiting[group.request.priority] += len(group.left())
+                waiting[group.request.priority] += len(group.unfinished())
         return waiting
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import rolltap
 from rolltap.trainer.runs.views.training import EVALUATION
-from rolltap.trainer.service.groups import Groups
+from rolltap.trainer.service.groups import Groups, QueueFullError
 from rolltap.trainer.service.requests import GroupRequest
 from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import Say, ScriptedEngine
@@ -178,5 +178,18 @@ async def test_a_start_knows_of_a_session_that_was_cancelled(tmp_path):
         await groups.cancel_session("a", "a-0")
         groups.journal.close()
         assert groups.book.open["a"].stopped == {"a-0"}
-    assert groups.book.open["a"].left() == {"a-1"}
+    assert groups.book.open["a"].unfinished() == {"a-1"}
     assert len(groups.journal) == 2
+
+
+async def test_a_session_whose_attempt_is_retried_still_waits(tmp_path):
+    worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
+    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
+    groups = Groups(worker, tasks, most=2, share=0.5)
+    await groups.load()
+    await groups.submit(GroupRequest(id="a", task="words", sessions=2))
+    groups.book.open["a"].known |= {"a-0": "infrastructure", "a-1": "completed"}
+    assert groups.book.waiting() == {50: 1}
+    with pytest.raises(QueueFullError, match="beside 1 that wait or run"):
+        await groups.submit(GroupRequest(id="b", task="words", sessions=2))
+    groups.journal.close()
