@@ -1,5 +1,6 @@
 """Options that several commands share, and printing of results."""
 
+import fnmatch
 import json
 import os
 import shlex
@@ -29,8 +30,12 @@ _OF_A_RUN = (
     "policy.json",
     "service.jsonl",
     "service.token",
+    "recorders.lock",
+    "recorder.log",
+    "recorder-*.log",
 )
-"""Files that a run folder has, one at least, from its begin on."""
+"""Patterns of the files that a run folder has, one at least, from its begin on: the recorder's log
+alone, when the recorder did not start."""
 
 
 class OutFolder(click.Path):
@@ -58,8 +63,11 @@ class OutFolder(click.Path):
 
 
 def _has_only_other_files(folder: Path) -> bool:
-    names = {file.name for file in folder.iterdir()}
-    return bool(names) and names.isdisjoint(_OF_A_RUN)
+    names = [file.name for file in folder.iterdir()]
+    for pattern in _OF_A_RUN:
+        if fnmatch.filter(names, pattern):
+            return False
+    return bool(names)
 
 
 _KEY_FILE = "ROLLTAP_ENGINE_KEY_FILE"

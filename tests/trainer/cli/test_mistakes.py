@@ -117,6 +117,13 @@ def test_a_folder_of_other_files_is_not_written_to(said, line, folder):
     )
 
 
+@pytest.mark.parametrize("log", ["recorder.log", "recorder-2.log"])
+def test_a_folder_whose_recorder_did_not_start_may_be_given_again(said, log):
+    Path("folder/readme").rename(f"folder/{log}")
+    what = said("record --model Qwen/Qwen3-4B --out folder --engine http://127.0.0.1:9 -- true")
+    assert "no engine answers" in what
+
+
 def test_a_port_in_use_is_named_with_the_option_for_another():
     with (
         listen("127.0.0.1", 0) as taken,
