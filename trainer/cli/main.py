@@ -58,7 +58,7 @@ its command runs."""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a command as Ctrl-C does."""
 _AGAIN_SECONDS = 0.05
-RESUMED = ("rollout", "train", "score", "judge")
+RESUMED = ("rollout", "fork", "service", "train", "score", "judge")
 """Commands that go on where they were stopped."""
 
 

@@ -18,6 +18,8 @@ RESOURCE = "rolltap"
 """Ray resource: most sessions at once on a node. If a node has it, others are not used."""
 CONNECT_SECONDS = 10.0
 """Longest wait for the cluster's address to accept a connection."""
+STATUS_SECONDS = 10.0
+"""Longest wait for what a node says of itself."""
 
 
 class ClusterNode(NamedTuple):
@@ -132,10 +134,13 @@ async def nodes_status(address: str) -> list[dict[str, Any]]:
         run, _, node = name.partition("-")
         try:
             asked = ray.get_actor(name).status.remote()
-            status: Mapping[str, Any] | Failure = await asyncio.wait_for(asked, 10)
-        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+            status: Mapping[str, Any] | Failure = await asyncio.wait_for(asked, STATUS_SECONDS)
+        except TimeoutError:
+            why = f"it did not answer within {STATUS_SECONDS:g} s"
+            status = {"node": node, "error": why}
+        except (ray.exceptions.RayError, ValueError) as error:
             status = {"node": node, "error": f"it does not answer: {error}"}
         if isinstance(status, Failure):
-            status = status._asdict()
+            status = {"node": status.node, "error": status.message}
         found.append({"run": run, **status})
     return found

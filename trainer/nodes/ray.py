@@ -127,8 +127,12 @@ class RayNode:
         try:
             async with asyncio.timeout(LOST_SECONDS):
                 await self._fleet.ask(self.member, method, *arguments)
-        except (RolltapError, TimeoutError) as error:
-            logger.warning("node %s does not do %r: %r", self.name, method, error)
+        except TimeoutError:
+            why = f"did not answer {method!r} within {LOST_SECONDS:g} s"
+            logger.warning("node %s %s and is ended", self.name, why)
+            self._fleet.kill(self.member)
+        except RolltapError as error:
+            logger.warning("node %s refused %r and is ended: %s", self.name, method, error)
             self._fleet.kill(self.member)
 
     def _tell(self, report: Report) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,7 +48,7 @@ async def serve(
         from rolltap.trainer.service.app import make_app
         from rolltap.trainer.service.connections import Connection
         from rolltap.trainer.service.groups import Groups
-        from rolltap.trainer.viewer.app import reading_token
+        from rolltap.trainer.viewer.app import base_url, reading_token
         from rolltap.trainer.viewer.serve import listen
     except ImportError as error:
         raise MissingPackageError(
@@ -89,10 +88,11 @@ async def serve(
             running = asyncio.create_task(groups.recorded.run())
             running.add_done_callback(lambda _: setattr(server, "should_exit", True))
             try:
-                url = f"http://{host}:{listening.getsockname()[1]}"
+                address, bound, *_ = listening.getsockname()
+                url = base_url(host, bound)
                 say(f"the service listens at {url}, with {len(fitting)} tasks")
                 say(f"the run in the browser: {url}/view/?token={reading_token(token)}")
-                if not ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+                if not ipaddress.ip_address(address).is_loopback:
                     what = "is reached from other machines; whoever has the token runs code here"
                     say(f"warning: {host} {what}")
                 await server.serve(sockets=[listening])

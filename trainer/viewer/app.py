@@ -180,8 +180,13 @@ def reading_token(token: str) -> str:
     return hmac.new(token.encode(), b"rolltap page", "sha256").hexdigest()
 
 
-def link(host: str, port: int, token: str) -> str:
-    """Return the URL that opens the page."""
+def base_url(host: str, port: int) -> str:
+    """Return the URL of a server at a name or an address, which may be of IPv6."""
     if ":" in host:
         host = f"[{host}]"
-    return f"http://{host}:{port}/?token={quote(token)}"
+    return f"http://{host}:{port}"
+
+
+def link(host: str, port: int, token: str) -> str:
+    """Return the URL that opens the page."""
+    return f"{base_url(host, port)}/?token={quote(token)}"

@@ -26,6 +26,8 @@ def test_the_next_command_can_be_pasted():
             "; the same command goes on: rolltap train r.toml --out 'a b'",
         ),
         (["rollout", "t.jsonl"], "; the same command goes on: rolltap rollout t.jsonl"),
+        (["service", "runs/1"], "; the same command goes on: rolltap service runs/1"),
+        (["fork", "runs/1", "s"], "; the same command goes on: rolltap fork runs/1 s"),
         (["record", "--", "true"], "; committed calls stay in the run"),
         (["view", "runs/first"], ""),
         ([], ""),

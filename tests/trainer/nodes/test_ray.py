@@ -117,7 +117,7 @@ async def test_a_session_that_is_stopped_has_its_row_when_that_is_told(driver):
 
 
 async def test_a_node_that_reports_and_leaves_a_request_without_an_answer_is_lost(
-    driver, monkeypatch
+    driver, monkeypatch, caplog
 ):
     task = driver.run("g.0-0")
     await driver.began("g.0-0")
@@ -127,6 +127,7 @@ async def test_a_node_that_reports_and_leaves_a_request_without_an_answer_is_los
     with pytest.raises(NodeLostError, match="node a is gone"):
         await task
     assert driver.rows() == {"g.0-0": ("infrastructure", "node a is gone")}
+    assert "node a did not answer 'grant' within 0 s and is ended" in caplog.text
 
 
 async def test_a_node_that_reports_and_does_not_stop_a_session_is_lost(driver, monkeypatch):

@@ -141,7 +141,11 @@ class HarborRuntime:
         try:
             async with asyncio.timeout(build.timeout), self._started(_bare(image, "/", log.parent)):
                 pass
-        except (OSError, TimeoutError) as error:
+        except TimeoutError as error:
+            limit = f"{build.timeout:g} s (`timeout` of the task's `build`)"
+            what = f"its image cannot be built: the build did not end within {limit}"
+            raise InputError(what) from error
+        except OSError as error:
             raise InputError(f"its image cannot be built: {error}") from error
 
     def image_digest(self, image: str) -> str:

@@ -424,6 +424,9 @@ async def test_images_have_workspaces_and_dockerfiles_are_built_by_harbor(tmp_pa
     async with runtime.box(make_spec(tmp_path, "localhost/rolltap-build:1")) as box:
         _, said = await sh(box, "cat /start/of-image.txt", tmp_path / "log")
     assert said == "FROM built"
+    hasty = Build(folder=tmp_path / "build", timeout=0.001)
+    with pytest.raises(InputError, match=r"cannot be built: .* did not end within 0\.001 s"):
+        await runtime.build("localhost/rolltap-build:2", hasty, tmp_path / "build.log")
     assert boxes(tmp_path) == []
 
 
