@@ -40,7 +40,7 @@ from rolltap.trainer.training.plan.trace import StepMemory, at
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step.attention import register
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import NAME, Pack, PaddedRows, Row
+from rolltap.trainer.training.step.pack import PACK_ARGUMENT, Pack, PaddedRows, TraceRow
 from rolltap.trainer.training.step.probe import probe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,13 +174,13 @@ def make_model(folder: Path, device: str, lora: dict[str, Any] | None = None) ->
     return model.train()
 
 
-def branching_rows() -> list[Row]:
+def branching_rows() -> list[TraceRow]:
     """Return rows with a shared prompt, one of which leaves another one in its middle."""
     random = np.random.default_rng(0)
     shared = random.integers(3, 500, 200)
     rows = [np.append(shared, random.integers(3, 500, 300)) for _ in range(2)]
     rows.append(np.append(rows[0][:350], random.integers(3, 500, 90)))
-    return [Row(ids.astype(np.int32), np.arange(150, len(ids))) for ids in rows]
+    return [TraceRow(ids.astype(np.int32), np.arange(150, len(ids))) for ids in rows]
 
 
 def autocast(device: str, dtype: str) -> AbstractContextManager[Any]:
@@ -197,7 +197,7 @@ def run(model: Any, forest: Pack | PaddedRows, dtype: str) -> None:
     forest.unpack(output.log_probs).sum().backward()
 
 
-def plain_gradients(folder: Path, device: str, rows: Sequence[Row]) -> dict[str, Tensor]:
+def plain_gradients(folder: Path, device: str, rows: Sequence[TraceRow]) -> dict[str, Tensor]:
     """Return the gradients of each row alone, in float32, by transformers' own functions."""
     model = make_model(folder, device)
     with without_kernels():
@@ -237,7 +237,7 @@ def recompilation_line(folder: Path) -> Line:
     def step(length: int) -> None:
         ids = np.random.default_rng(length).integers(3, 500, length).astype(np.int32)
         twin = np.append(ids[: length // 2], [3])
-        rows = [Row(each.astype(np.int32), np.arange(1, len(each))) for each in (ids, twin)]
+        rows = [TraceRow(each.astype(np.int32), np.arange(1, len(each))) for each in (ids, twin)]
         run(model, Pack([rows], "cuda"), "bfloat16")
 
     what = f"trainer: recompilations after two lengths of rows, {folder.name}"
@@ -291,7 +291,7 @@ def attended(leaves: list[Tensor], pack: Pack, options: dict[str, Any]) -> list[
     module.config = SimpleNamespace()
     module.num_key_value_groups = 4
     attention = ALL_ATTENTION_FUNCTIONS[register("sdpa")]
-    out, _ = attention(module, *leaves, None, **options, **{NAME: pack})
+    out, _ = attention(module, *leaves, None, **options, **{PACK_ARGUMENT: pack})
     return with_gradients(out, leaves)
 
 
@@ -304,7 +304,7 @@ def by_formula(leaves: list[Tensor], pack: Pack, options: dict[str, Any]) -> lis
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     places = torch.arange(pack.tokens, device=query.device)
-    seen = (places[None] <= places[:, None]) & (places[:, None] < pack.leave[None])
+    seen = (places[None] <= places[:, None]) & (places[:, None] < pack.subtree_end[None])
     window = options.get("sliding_window")
     if window is not None:
         positions = pack.positions[0]
@@ -338,7 +338,7 @@ def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
 def flex_lines(tokens: int) -> Iterator[Line]:
     """Yield how far FlexAttention is from FlashAttention on a row without branches, and its
     time."""
-    row = Row(np.arange(tokens + 1, dtype=np.int32), np.array([tokens]))
+    row = TraceRow(np.arange(tokens + 1, dtype=np.int32), np.array([tokens]))
     pack = Pack([[row]], "cuda")
     leaves = attention_inputs(tokens, "cuda")
 
@@ -420,7 +420,7 @@ def size_lines(folder: Path, lora: dict[str, Any], device: str) -> Iterator[Line
 
     def step(length: int, *, offload: bool = False) -> None:
         ids = np.random.default_rng(0).integers(3, 500, length).astype(np.int32)
-        pack = Pack([[Row(ids, np.arange(1, length))]], device)
+        pack = Pack([[TraceRow(ids, np.arange(1, length))]], device)
         offloading: Any = nullcontext()
         if offload:
             offloading = get_act_offloading_ctx_manager(model, warn_if_no_head=False)

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from rolltap.trainer.training.step.pack import Pack, Row
+from rolltap.trainer.training.step.pack import Pack, TraceRow
 from tests.bench.networks import layers
 
 ATTENTION_BACKWARD = 2.5
@@ -77,7 +77,7 @@ def costs(model: Any) -> Costs:
     return Costs(forward, backward, pair, 2.0 * head.weight.numel(), last)
 
 
-def of_padded(rows: Sequence[Row], parts: Iterable[Sequence[int]]) -> Work:
+def of_padded(rows: Sequence[TraceRow], parts: Iterable[Sequence[int]]) -> Work:
     """Return the work of rows as batches, each as wide as its longest row. `parts` are the indices
     of each batch."""
     tokens = 0

@@ -12,7 +12,7 @@ import numpy as np
 from rolltap.addons.store.records import Call, CallRole, VersionSpan
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.training.step.pack import Row, trace_row
+from rolltap.trainer.training.step.pack import TraceRow, trace_row
 from tests.factories import make_call
 
 SAMPLED, RESULT = (40, 200), (40, 520)
@@ -102,7 +102,7 @@ def single(length: int, *, vocabulary: int) -> TraceBatch:
     return TraceBatch(traces=[trace], rewards=rewards)
 
 
-def rows_of(batch: TraceBatch) -> list[Row]:
+def rows_of(batch: TraceBatch) -> list[TraceRow]:
     return [trace_row(trace) for trace in batch.traces]
 
 

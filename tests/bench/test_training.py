@@ -5,7 +5,7 @@ import torch
 from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
-from rolltap.trainer.training.step.pack import Pack, Row
+from rolltap.trainer.training.step.pack import Pack, TraceRow
 from tests.bench import training
 from tests.bench.flops import Work, costs, of_pack, of_padded, step_flops
 from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, rows_of, single
@@ -93,7 +93,7 @@ def test_work_of_padded_rows_has_padding_and_work_of_a_pack_has_each_shared_toke
     assert packed.scored == whole.scored
     # a row alone is the same work, but for the tokens after its last scored one
     alone = of_pack(Pack([rows[:1]]))
-    cut = Row(rows[0].ids[: rows[0].scored[-1]], rows[0].scored)
+    cut = TraceRow(rows[0].ids[: rows[0].scored[-1]], rows[0].scored)
     assert alone == of_padded([cut], [[0]])
 
 

@@ -38,7 +38,7 @@ import trl
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.step.batch import spread
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import Pack, Row
+from rolltap.trainer.training.step.pack import Pack, TraceRow
 from tests.bench.flops import costs, of_pack, of_padded, step_flops
 from tests.bench.frame import Rows, show
 from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, rows_of, single
@@ -101,7 +101,7 @@ class Training:
         for branches in BRANCHES:
             rows = tree(branches, vocabulary(self.name))
 
-            def step(rows: list[Row] = rows) -> None:
+            def step(rows: list[TraceRow] = rows) -> None:
                 pack = Pack([rows], self.device)
                 logprobs = pack.unpack(model(**pack.inputs()).log_probs)
                 logprobs.sum().backward()
@@ -240,15 +240,15 @@ class Training:
         return seconds, forwarded
 
 
-def sessions_of(batch: TraceBatch) -> list[list[Row]]:
+def sessions_of(batch: TraceBatch) -> list[list[TraceRow]]:
     """Return the rows of each session that has traces."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[TraceRow]] = {}
     for trace, row in zip(batch.traces, rows_of(batch), strict=True):
         found.setdefault(trace.session_id, []).append(row)
     return [*found.values()]
 
 
-def row_parts(sessions: list[list[Row]], number: int) -> list[list[int]]:
+def row_parts(sessions: list[list[TraceRow]], number: int) -> list[list[int]]:
     """Return for each of `number` micro-batches the indices of its rows, counted over all
     sessions."""
     indices: list[list[int]] = []
@@ -261,7 +261,7 @@ def row_parts(sessions: list[list[Row]], number: int) -> list[list[int]]:
     ]
 
 
-def tree(branches: int, words: int) -> list[Row]:
+def tree(branches: int, words: int) -> list[TraceRow]:
     """Return the rows of a tree: a trunk with so many branches, each with as many leaves, which are
     scored."""
     segments = 1 + branches + branches**2
@@ -273,7 +273,7 @@ def tree(branches: int, words: int) -> list[Row]:
     for i in range(branches):
         for leaf in parts[branches + i * branches :][:branches]:
             ids = np.concatenate([trunk, parts[i], leaf])
-            rows.append(Row(ids, scored))
+            rows.append(TraceRow(ids, scored))
     return rows
 
 

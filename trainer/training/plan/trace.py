@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from rolltap.trainer.training.plan.stand_ins import ATTENTION, delta_rules, without_values
 from rolltap.trainer.training.step.linear import CHUNK
-from rolltap.trainer.training.step.pack import Pack, PaddedRows, Row
+from rolltap.trainer.training.step.pack import Pack, PaddedRows, TraceRow
 
 LENGTHS = (8192, 32768, 98304)
 """Tokens of the rows that are traced."""
@@ -149,7 +149,7 @@ class FakeStep:
         self._decoder.layers = torch.nn.ModuleList([self._layers[i] for i in layers])
         if self._types is not None:
             self._decoder.config.layer_types = [self._types[i] for i in layers]
-        sessions = [[Row(np.zeros(tokens, np.int32), np.arange(1, tokens))]]
+        sessions = [[TraceRow(np.zeros(tokens, np.int32), np.arange(1, tokens))]]
         forest: Pack | PaddedRows = PaddedRows(sessions, torch.device("cpu"))
         if self._packed:
             forest = Pack(sessions)

@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.step.pack import NAME, Pack
+from rolltap.trainer.training.step.pack import PACK_ARGUMENT, Pack
 
 flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -57,7 +57,7 @@ def register(stock: str) -> str:
 
     Calls without a pack run the implementation of transformers that is named `stock`.
     """
-    name = f"{NAME}_{stock}"
+    name = f"{PACK_ARGUMENT}_{stock}"
     AttentionInterface.register(name, partial(_attention, stock))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
     return name
@@ -76,7 +76,7 @@ def _attention(
 
     `query` has the shape (1, heads, N, K), `key` (1, fewer heads, N, K), `value` (1, same, N, D).
     """
-    pack: Pack | None = options.pop(NAME, None)
+    pack: Pack | None = options.pop(PACK_ARGUMENT, None)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     implementation: Any = ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
     if pack is None:
@@ -133,13 +133,13 @@ def block_mask(pack: Pack, window: int | None) -> BlockMask:
     A token of the padding sees itself. `window` is the number of positions that a query sees.
     """
     length = -(-pack.tokens // BLOCK) * BLOCK
-    ends = torch.arange(pack.tokens + 1, length + 1, device=pack.leave.device)
-    leave = torch.cat([pack.leave, ends])
+    ends = torch.arange(pack.tokens + 1, length + 1, device=pack.subtree_end.device)
+    subtree_end = torch.cat([pack.subtree_end, ends])
     positions = pad(pack.positions[0], (0, length - pack.tokens))
 
     # which blocks of keys the queries of a block see, some of them or all, (blocks, blocks)
-    last = leave.view(-1, BLOCK)
-    starts = torch.arange(0, length, BLOCK, device=leave.device)
+    last = subtree_end.view(-1, BLOCK)
+    starts = torch.arange(0, length, BLOCK, device=subtree_end.device)
     queries = starts[:, None]
     # the first query of a block sees the key that outlasts the others, if any query sees a key
     some = (starts <= queries) & (last.amax(1) > queries)
@@ -150,7 +150,7 @@ def block_mask(pack: Pack, window: int | None) -> BlockMask:
     whole &= high[:, None] - low < reach
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < leave[key])
+        return (key <= query) & (query < subtree_end[key])
 
     def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(batch, head, query, key) & (positions[query] - positions[key] < reach)
@@ -204,13 +204,13 @@ def in_tiles(
 def keys_of(pack: Pack, queries: slice, window: int) -> tuple[Tensor, Tensor]:
     """Return the keys that any of some queries sees (m,), and which are hidden from each (n, m)."""
     own = torch.arange(queries.start, queries.stop)
-    leave = pack.leave[: queries.stop]
+    subtree_end = pack.subtree_end[: queries.stop]
     positions = pack.positions[0, : queries.stop]
     near = positions > positions[own].amin() - window
-    keys = ((leave > queries.start) & near).nonzero()[:, 0]
+    keys = ((subtree_end > queries.start) & near).nonzero()[:, 0]
     own = own[:, None]
     distances = positions[own] - positions[keys]
-    hidden = (keys > own) | (own >= leave[keys]) | (distances >= window)
+    hidden = (keys > own) | (own >= subtree_end[keys]) | (distances >= window)
     return keys, hidden
 
 
@@ -240,8 +240,8 @@ def stretches(pack: Pack) -> Stretches:
     found = [(slice(begin, end), slice(begin, end)) for begin, end in ends.items()]
     for parent, begin in others.items():
         end = int(pack.ends[parent])
-        leave = int(pack.leave[end - 1])
-        found.append((slice(begin, leave), slice(starts[parent], end)))
+        subtree_end = int(pack.subtree_end[end - 1])
+        found.append((slice(begin, subtree_end), slice(starts[parent], end)))
     return found
 
 

@@ -23,7 +23,7 @@ from rolltap.trainer.training.step.advantages import (
     session_advantages,
 )
 from rolltap.trainer.training.step.config import TraceGRPOConfig
-from rolltap.trainer.training.step.pack import Row, trace_row
+from rolltap.trainer.training.step.pack import TraceRow, trace_row
 
 LEAST_LOGPROB = -40.0
 """Smallest log-probability of the engine that the loss sees: the exponential of a larger difference
@@ -44,7 +44,7 @@ class SessionTokens:
     """A session as the loss sees it. Its n trained tokens are those of its traces, in their
     order."""
 
-    rows: list[Row]
+    rows: list[TraceRow]
     traces: list[int]
     """Index of each row's trace in the batch."""
     tokens: Floats
@@ -328,7 +328,7 @@ def loss_weight(loss_type: str, parts: int, sessions: float, tokens: float) -> f
     return 1.0
 
 
-def spread(sessions: Sequence[Sequence[Row]], parts: int) -> list[list[int]]:
+def spread(sessions: Sequence[Sequence[TraceRow]], parts: int) -> list[list[int]]:
     """Split sessions into `parts` lists of indices, some perhaps empty.
 
     Shared prefixes stay together: in the order of their first rows' tokens, sessions with a common

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from rolltap.trainer.training.step.pack import NAME, Ints, Pack
+from rolltap.trainer.training.step.pack import PACK_ARGUMENT, Ints, Pack
 
 CHUNK = 16384
 """Tokens that a layer computes at once. A row of so many fills a GPU; chunks of longer rows are
@@ -233,7 +233,7 @@ class _Work:
 
 def _mix(mixer: Any, hidden_states: Tensor, **options: Any) -> Any:
     """Return the output of a mixer for hidden states (1, N, H)."""
-    pack = options.pop(NAME, None)
+    pack = options.pop(PACK_ARGUMENT, None)
     if pack is None:
         return type(mixer).forward(mixer, hidden_states, **options)
     # of padded rows, and of sampling
@@ -272,7 +272,7 @@ def _mix_chunk(
     inputs = list(handed_on[len(known) :])
     states = dict(zip(known, handed_on, strict=False))
     work = _Work(chunk, inputs, states)
-    output = type(mixer).forward(mixer, part, **options, **{NAME: work})
+    output = type(mixer).forward(mixer, part, **options, **{PACK_ARGUMENT: work})
     # a mixer may have no states
     pieces = work.states.keys() & chunk.handed_on
     return output, work.inputs_handed_on, {piece: work.states[piece] for piece in pieces}
@@ -285,7 +285,7 @@ class _Wrapped:
         self.of_the_library = of_the_library
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        work = options.pop(NAME, None)
+        work = options.pop(PACK_ARGUMENT, None)
         if work is None:
             return self.of_the_library(*args, **options)
         return self.packed(work, *args, **options)

@@ -9,7 +9,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from rolltap.trainer.training.step.attention import register
 from rolltap.trainer.training.step.linear import compute_in_chunks
-from rolltap.trainer.training.step.pack import NAME, Pack
+from rolltap.trainer.training.step.pack import PACK_ARGUMENT, Pack
 
 _PREPARED = "_runs_packs"
 
@@ -40,7 +40,7 @@ def prepare(model: Any, temperature: float | None = None) -> Any:
 
 def _keep_contexts(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Leave the head only the hidden states before scored tokens, (1, M, H) of (1, N, H)."""
-    pack: Pack | None = kwargs.get(NAME)
+    pack: Pack | None = kwargs.get(PACK_ARGUMENT)
     if pack is not None:
         output.last_hidden_state = output.last_hidden_state[:, pack.contexts]
     return output

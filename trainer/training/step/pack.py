@@ -1,9 +1,9 @@
 """Traces as rows of token ids, and the rows of a micro-batch as one packed row, or padded.
 
 The rows are the paths of a prefix forest, in which each shared token is once. The forest is laid
-out depth first. So the descendants of a token are the tokens after it, up to `leave`, and a query q
-sees a key k if k <= q < leave[k]. The child with the largest subtree comes first: then the
-ancestors of a token lie in at most 1 + log2(N) stretches.
+out depth first. So the descendants of token k are the tokens after it and before `subtree_end[k]`,
+and a query q sees a key k if k <= q < subtree_end[k]. The child with the largest subtree comes
+first: then the ancestors of a token lie in at most 1 + log2(N) stretches.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +21,12 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import Trace
 from rolltap.trainer.traces.tokens import TOKEN_BYTES, common_length
 
-NAME = "prefix_pack"
+PACK_ARGUMENT = "prefix_pack"
 """Name of the argument with which a pack goes through a model to its layers."""
 UNSCORED = -100
 """Label of a token that is not scored, as in transformers."""
 OWN = -1
-"""In place of an expert: the token routes by itself."""
+"""In place of an expert: the trainer's router chooses the experts of the token."""
 FEWEST_TOKENS = 2
 """Tokens of a pack without a scored one: kernels of linear attention have no gradient for one."""
 
@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """Token ids of one trace, and which of them are scored."""
 
     ids: NDArray[np.int32]
@@ -46,11 +46,11 @@ class Row:
     """Experts that the engine chose for each token but the last, shape (T - 1, layers, top_k)."""
 
 
-NOTHING = Row(np.zeros(FEWEST_TOKENS + 1, np.int32), np.array([FEWEST_TOKENS]))
-"""Takes the place of rows without any scored token. Its own is not scored."""
+NOTHING = TraceRow(np.zeros(FEWEST_TOKENS + 1, np.int32), np.array([FEWEST_TOKENS]))
+"""Takes the place of rows without any scored token. Its scored token gets the label -100."""
 
 
-def trace_row(trace: Trace) -> Row:
+def trace_row(trace: Trace) -> TraceRow:
     """Return a trace's row.
 
     Raises `InputError` for a trace whose completion ids, mask and log-probabilities differ in
@@ -65,18 +65,20 @@ def trace_row(trace: Trace) -> Row:
     scored = len(trace.prompt_ids) + np.flatnonzero(np.array(trace.completion_mask))
     if len(scored) and scored[0] == 0:
         raise InputError(f"trace {trace.trace_id} trains its first token, which nothing precedes")
-    return Row(ids, scored, trace.routing)
+    return TraceRow(ids, scored, trace.routing)
 
 
 class _Rows:
-    """The rows of sessions, as a model takes them.
+    """The rows of B sessions, as a model takes them.
+
+    Session b has n_b scored tokens in all its rows. S is the largest n_b, or 1 if that is 0.
 
     Attributes:
         rows: Those with a scored token.
-        mask: True where a session has a scored token, then False, (B, S). S is at least 1.
+        mask: (B, S), where row b is True in its first n_b columns.
     """
 
-    def __init__(self, sessions: Sequence[Sequence[Row]], device: torch.device | str) -> None:
+    def __init__(self, sessions: Sequence[Sequence[TraceRow]], device: torch.device | str) -> None:
         self.rows = [row for session in sessions for row in session if len(row.scored)]
         counts = [sum(len(row.scored) for row in session) for session in sessions]
         columns = torch.arange(max([1, *counts]))
@@ -98,7 +100,7 @@ class Pack(_Rows):
         ids: Ids of the tokens, (1, N).
         positions: The number of tokens before each token on its path, (1, N).
         depth: The number of tokens of the longest path.
-        leave: For each token the index after its last descendant, (N,).
+        subtree_end: For each token the index after its last descendant, (N,).
         above: For each token the index of the token before it on its path, (N,), -1 at a root.
         parents: The segments are the unbranched pieces, in the order of their tokens. For each the
             index of the segment that it continues, -1 at a root.
@@ -106,14 +108,15 @@ class Pack(_Rows):
         ends: Index after the last token of each segment.
         contexts: For each pair the index of the token before the scored one, (M,), ascending.
         labels: The scored token of each pair, (1, M). A pack without any has one pair with -100.
-        mask: True where a session has a scored token, then False, (B, S). S is at least 1.
+        mask: (B, S), for B sessions. Row b is True in its first n_b columns, n_b the number of
+            scored tokens of session b. S is the largest n_b, or 1 if that is 0.
         experts: The recorded experts of each token, (N, layers, top_k) int16, -1 for tokens
             without. None if no row has them.
     """
 
     def __init__(
         self,
-        sessions: Sequence[Sequence[Row]],
+        sessions: Sequence[Sequence[TraceRow]],
         device: torch.device | str = "cpu",
     ) -> None:
         """Pack B sessions, each with its rows. A row ends before its last scored token.
@@ -137,11 +140,11 @@ class Pack(_Rows):
         self.depth = int((starts + lengths).max())
         positions = np.arange(self.tokens) + np.repeat(starts - self.begins, lengths)
         self.positions = tensor(positions)[None]
-        self.leave = tensor(np.repeat(forest.leaves, lengths))
+        self.subtree_end = tensor(np.repeat(forest.subtree_ends, lengths))
         parents = np.array(self.parents)
         self.above = np.arange(-1, self.tokens - 1)
         self.above[self.begins] = np.where(parents < 0, -1, self.ends[parents] - 1)
-        pieces = [*zip(forest.rows, starts, starts + lengths, self.begins, strict=True)]
+        pieces = [*zip(forest.row_of_segment, starts, starts + lengths, self.begins, strict=True)]
         ids = [row.ids[start:stop] for row, start, stop, _ in pieces]
         self.ids = tensor(np.concatenate(ids).astype(np.int64))[None]
         experts = _experts(pieces, self.tokens)
@@ -149,16 +152,16 @@ class Pack(_Rows):
 
         contexts = np.zeros(1, np.int64)
         labels = np.full(1, UNSCORED)
-        pairs = np.empty(0, np.int64)
+        pair_of_scored = np.empty(0, np.int64)
         if self.rows:
-            after = np.concatenate([row.ids[row.scored] for row in self.rows])
-            vocabulary = int(after.max()) + 1
-            both = np.concatenate(forest.contexts) * vocabulary + after
-            distinct, pairs = np.unique(both, return_inverse=True)
+            scored_ids = np.concatenate([row.ids[row.scored] for row in self.rows])
+            vocabulary = int(scored_ids.max()) + 1
+            context_and_token = np.concatenate(forest.contexts) * vocabulary + scored_ids
+            distinct, pair_of_scored = np.unique(context_and_token, return_inverse=True)
             contexts, labels = np.divmod(distinct, vocabulary)
         self.contexts = tensor(contexts)
         self.labels = tensor(labels)[None]
-        self._pairs = tensor(pairs)
+        self._pair_of_scored = tensor(pair_of_scored)
         """The pair of each scored token."""
 
     def inputs(self) -> dict[str, Any]:
@@ -167,7 +170,7 @@ class Pack(_Rows):
             "input_ids": self.ids,
             "position_ids": self.positions,
             "shift_labels": self.labels,
-            NAME: self,
+            PACK_ARGUMENT: self,
             # transformers makes no mask where it is given one of four dimensions
             "attention_mask": self.ids.new_ones(1, 1, 1, 1),
             "fused_lm_head": True,
@@ -179,7 +182,7 @@ class Pack(_Rows):
 
         A session has the values of its rows, one row after another, then zeros.
         """
-        return self._split(values[0, self._pairs])
+        return self._split(values[0, self._pair_of_scored])
 
     def derive(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """Return `make(self, *arguments)`, which is made once for all layers."""
@@ -193,11 +196,11 @@ KEY_BYTES = 8
 """Bytes of a token where rows are compared."""
 
 
-def _key(row: Row) -> bytes:
-    """Return a row's tokens up to the last that has a scored one after it.
+def _key(row: TraceRow) -> bytes:
+    """Return a row's tokens before its last scored token, `KEY_BYTES` each.
 
     Rows share states as far as their keys agree: a token counts with its experts. These take
-    kilobytes, so a digest stands for them; that of none is 0.
+    kilobytes, so a digest of them is added to the token's id; a token without experts adds 0.
     """
     length = row.scored[-1]
     tokens = row.ids[:length].astype(np.int64)
@@ -215,39 +218,40 @@ class _Forest:
         size: The number of its tokens.
         parents: For each segment the index of the segment that it continues, -1 at a root.
         begins: Index of the first token of each segment.
-        leaves: Index after the last descendant of each segment.
+        subtree_ends: Index after the last descendant of each segment.
         starts: Position of the first token of each segment.
-        rows: A row with the tokens of each segment.
+        row_of_segment: For each segment a row with its tokens.
         contexts: For each given row the indices of the tokens before its scored ones, (n,).
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[TraceRow]) -> None:
         self.size = 0
         self.parents: list[int] = []
         self.begins: list[int] = []
-        self.leaves: list[int] = []
+        self.subtree_ends: list[int] = []
         self.starts: list[int] = []
-        self.rows: list[Row] = []
+        self.row_of_segment: list[TraceRow] = []
         self.contexts = [np.empty(0, np.int64) for _ in rows]
         keys = [_key(row) for row in rows]
         # rows that no other row goes on from, in order, and the rows that each goes on from
-        leaves: list[int] = []
+        leaf_rows: list[int] = []
         members: list[list[int]] = []
         for i in sorted(range(len(rows)), key=keys.__getitem__, reverse=True):
-            if leaves and keys[leaves[-1]].startswith(keys[i]):
+            if leaf_rows and keys[leaf_rows[-1]].startswith(keys[i]):
                 members[-1].append(i)
             else:
-                leaves.append(i)
+                leaf_rows.append(i)
                 members.append([i])
-        lengths = np.array([len(keys[i]) // KEY_BYTES for i in leaves])
-        shared = np.zeros_like(lengths)  # tokens of each leaf that the leaf before has too
-        for k, (before, leaf) in enumerate(pairwise(leaves), 1):
+        lengths = np.array([len(keys[i]) // KEY_BYTES for i in leaf_rows])
+        shared = np.zeros_like(lengths)  # tokens of each leaf row that the one before has too
+        for k, (before, leaf) in enumerate(pairwise(leaf_rows), 1):
             shared[k] = common_length(keys[before], keys[leaf]) * TOKEN_BYTES // KEY_BYTES
         added = np.append(0, np.cumsum(lengths - shared))
 
         path = np.empty(lengths.max(), np.int64)  # indices of the tokens of the present path
-        # distinct tokens of leaves from `first` to `last`, which go on from the position `start`
-        stack = [(int(added[-1]), 0, len(leaves), 0, -1)]
+        # (distinct tokens from position `start` on in `leaf_rows[first:last]`, first, last, start,
+        # parent segment)
+        stack = [(int(added[-1]), 0, len(leaf_rows), 0, -1)]
         while stack:
             tokens, first, last, start, parent = stack.pop()
             inner = shared[first + 1 : last]
@@ -255,9 +259,9 @@ class _Forest:
             if stop > start:  # not where several roots begin
                 self.parents.append(parent)
                 self.begins.append(self.size)
-                self.leaves.append(self.size + tokens)
+                self.subtree_ends.append(self.size + tokens)
                 self.starts.append(start)
-                self.rows.append(rows[leaves[first]])
+                self.row_of_segment.append(rows[leaf_rows[first]])
                 parent = len(self.parents) - 1
                 begin = self.size
                 self.size += stop - start
@@ -269,12 +273,15 @@ class _Forest:
             bounds = [first, *(first + 1 + np.flatnonzero(inner == stop)).tolist(), last]
             children = []
             for a, b in pairwise(bounds):
+                # `added` leaves out what row a shares with the row before it, which is outside
                 tokens = int(added[b] - added[a] + shared[a]) - stop
                 children.append((tokens, a, b, stop, parent))
-            stack += sorted(children)
+            stack += sorted(children)  # last in, first out: the largest comes next
 
 
-def _experts(pieces: Iterable[tuple[Row, int, int, int]], size: int) -> NDArray[np.int16] | None:
+def _experts(
+    pieces: Iterable[tuple[TraceRow, int, int, int]], size: int
+) -> NDArray[np.int16] | None:
     """Return the experts of `size` tokens, (size, layers, top_k), `OWN` for those without.
 
     Each piece has a row, the positions where it begins and ends, and the index of its first token.
@@ -296,7 +303,7 @@ class PaddedRows(_Rows):
     A mask would make torch's attention build a matrix of T x T values for each row.
     """
 
-    def __init__(self, sessions: Sequence[Sequence[Row]], device: torch.device) -> None:
+    def __init__(self, sessions: Sequence[Sequence[TraceRow]], device: torch.device) -> None:
         """Without a trained token there is one row."""
         super().__init__(sessions, device)
         ids = [torch.from_numpy(row.ids).long() for row in self.rows or [NOTHING]]

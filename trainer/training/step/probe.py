@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step.model import run_as_served
-from rolltap.trainer.training.step.pack import Pack, PaddedRows, Row
+from rolltap.trainer.training.step.pack import Pack, PaddedRows, TraceRow
 
 TRUNK = 150
 """Tokens of the trunk. It is longer by the size of a sliding window, up to `LONGEST_WINDOW`."""
@@ -139,7 +139,7 @@ class _Probe:
                 dtype = torch.get_autocast_dtype(kind)
         longer = []
         for row in self._rows:
-            longer.append(Row(np.pad(row.ids, (0, PADDING), "edge"), row.scored))
+            longer.append(TraceRow(np.pad(row.ids, (0, PADDING), "edge"), row.scored))
         packed = self._seen([Pack([[row] for row in self._rows], self._device)])
         plain = self._seen(self._alone(self._rows))
         again = self._seen(self._alone(longer), nudge=torch.finfo(dtype).eps)
@@ -152,7 +152,7 @@ class _Probe:
                 return f"{name} by {by} in {dtype}"
         return None
 
-    def _alone(self, rows: Sequence[Row]) -> list[PaddedRows]:
+    def _alone(self, rows: Sequence[TraceRow]) -> list[PaddedRows]:
         return [PaddedRows([[row]], self._device) for row in rows]
 
     def _seen(self, forests: Sequence[Pack | PaddedRows], nudge: float = 0.0) -> _Seen:
@@ -195,7 +195,7 @@ class _Probe:
         return _Seen(logprobs, trunk, weights)
 
 
-def _rows(config: Any, ids: int) -> list[Row]:
+def _rows(config: Any, ids: int) -> list[TraceRow]:
     """Return rows: three begin with a trunk, whose tokens are below `ids`, and no others are.
 
     The trunk's own tokens are not scored. So the gradient of its embeddings comes from later tokens
@@ -217,7 +217,7 @@ def _rows(config: Any, ids: int) -> list[Row]:
     trunk = draw(0, ids, TRUNK + min(window, LONGEST_WINDOW))
     long, short = (np.append(trunk, others(number)) for number in BRANCHES)
     twig = np.append(long[: len(trunk) + BRANCHES[0] // 2], others(TWIG))
-    rows = [Row(others(ALONE), np.arange(1, ALONE))]
+    rows = [TraceRow(others(ALONE), np.arange(1, ALONE))]
     for path in (long, short, twig):
-        rows.append(Row(path, np.arange(len(trunk) + 1, len(path))))
+        rows.append(TraceRow(path, np.arange(len(trunk) + 1, len(path))))
     return rows

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from rolltap.trainer.training.step.pack import Row
+from rolltap.trainer.training.step.pack import TraceRow
 
 VOCABULARY = 200
 WINDOW = 24
@@ -115,14 +115,14 @@ def small_model(family: str, **fields: Any) -> Any:
     return model.eval()
 
 
-def make_row(ids: Sequence[int], scored: Sequence[int] | None = None) -> Row:
+def make_row(ids: Sequence[int], scored: Sequence[int] | None = None) -> TraceRow:
     """Return a row whose tokens from the second on are scored, or those at `scored`."""
     if scored is None:
         scored = range(1, len(ids))
-    return Row(np.array(ids, np.int32), np.array(scored, np.int64))
+    return TraceRow(np.array(ids, np.int32), np.array(scored, np.int64))
 
 
-def branching_rows() -> list[Row]:
+def branching_rows() -> list[TraceRow]:
     """Return rows that branch in all ways.
 
     They have the shared prompt of a group, and branches at any place: after 1 or 2 tokens, at a
@@ -158,7 +158,9 @@ def branching_rows() -> list[Row]:
     return rows
 
 
-def plain_pass(model: Any, rows: Sequence[Row], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plain_pass(
+    model: Any, rows: Sequence[TraceRow], weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run each row alone through a model, and the backward pass of the sum of log-probabilities
     times `weights`.
 

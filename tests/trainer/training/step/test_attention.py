@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step import attention
 from rolltap.trainer.training.step.attention import block_mask, keys_of, stretches
-from rolltap.trainer.training.step.pack import NAME, Pack
+from rolltap.trainer.training.step.pack import PACK_ARGUMENT, Pack
 from tests.trainer.training.step.small_models import WINDOW, branching_rows, make_row
 from tests.trainer.training.step.test_pack import ancestors, many_sessions
 
@@ -120,7 +120,7 @@ def call(pack: Pack, leaves: list[torch.Tensor], config=None, **options) -> torc
     module = torch.nn.Module()
     module.config = config or SimpleNamespace()
     module.num_key_value_groups = HEADS // leaves[1].shape[1]
-    options[NAME] = pack
+    options[PACK_ARGUMENT] = pack
     return AttentionInterface()[name](module, *leaves, None, scaling=SIZE**-0.5, **options)[0]
 
 

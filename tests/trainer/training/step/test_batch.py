@@ -22,7 +22,7 @@ from rolltap.trainer.training.step.batch import (
     spread,
     with_signal,
 )
-from rolltap.trainer.training.step.pack import Row
+from rolltap.trainer.training.step.pack import TraceRow
 from tests.trainer.training.step.tiny import make_trace
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -34,7 +34,7 @@ def trace(session, prompt, completion, mask, logprobs=None):
 
 
 def row(ids):
-    return Row(np.array(ids, np.int32), np.array([], np.int64))
+    return TraceRow(np.array(ids, np.int32), np.array([], np.int64))
 
 
 def nodes(rows):

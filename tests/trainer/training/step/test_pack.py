@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.training.step.pack import Pack, Row
+from rolltap.trainer.training.step.pack import Pack, TraceRow
 from tests.trainer.training.step.small_models import make_row
 
 
 @st.composite
-def many_rows(draw) -> list[Row]:
+def many_rows(draw) -> list[TraceRow]:
     """Rows that begin with earlier rows, of two tokens: they share prefixes by chance as well."""
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     recorded = draw(st.booleans())
     for _ in range(draw(st.integers(0, 8))):
         ids: list[int] = []
@@ -33,19 +33,19 @@ def many_rows(draw) -> list[Row]:
             experts = np.array(ids[:-1], np.uint8).reshape(-1, 1, 1) % 2
             experts[[p - 1 for p in draw(st.sets(positions, max_size=1)) if p < len(ids)]] = 3
         one = make_row(ids, sorted(scored))
-        rows.append(Row(one.ids, one.scored, experts))
+        rows.append(TraceRow(one.ids, one.scored, experts))
     return rows
 
 
 @st.composite
-def many_sessions(draw) -> list[list[Row]]:
+def many_sessions(draw) -> list[list[TraceRow]]:
     """Rows in sessions, some of which have none."""
     rows = draw(many_rows())
     cuts = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=3)))
     return [rows[a:b] for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
 
 
-def tokens_of(row: Row, end: int) -> tuple:
+def tokens_of(row: TraceRow, end: int) -> tuple:
     """The first tokens of a row, each with its expert."""
     experts = [-1] * len(row.ids)
     if row.experts is not None:
@@ -114,7 +114,7 @@ def test_the_ancestors_of_a_token_lie_in_few_stretches_because_the_largest_child
 def test_a_query_sees_exactly_its_ancestors_and_its_position_is_their_number(sessions):
     pack = Pack(sessions)
     every = torch.arange(pack.tokens)
-    found = (every <= every[:, None]) & (every[:, None] < pack.leave)
+    found = (every <= every[:, None]) & (every[:, None] < pack.subtree_end)
     assert torch.equal(found, ancestors(pack))
     assert torch.equal(pack.positions[0], found.sum(1) - 1)
     assert pack.depth == found.sum(1).max()

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step import linear
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import Pack, PaddedRows, Row
+from rolltap.trainer.training.step.pack import Pack, PaddedRows, TraceRow
 from rolltap.trainer.training.step.routing import Replay
 from tests.deep import cases
 from tests.trainer.training.step.small_models import (
@@ -40,12 +40,12 @@ def chosen(ids: Any, layers: int) -> Any:
     return experts
 
 
-def routed(model: Any, rows: list[Row]) -> list[Row]:
+def routed(model: Any, rows: list[TraceRow]) -> list[TraceRow]:
     layers = model.config.get_text_config().num_hidden_layers
     return [replace(row, experts=chosen(row.ids, layers)) for row in rows]
 
 
-def unrouted(rows: list[Row]) -> list[Row]:
+def unrouted(rows: list[TraceRow]) -> list[TraceRow]:
     return [replace(row, experts=None) for row in rows]
 
 
@@ -63,7 +63,7 @@ def values_at(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch
     return values
 
 
-def force(router: Any, layer: int, now: list[Row]) -> None:
+def force(router: Any, layer: int, now: list[TraceRow]) -> None:
     """Let a router choose the experts of the row in `now`."""
 
     def forward(hidden: Any) -> Any:
@@ -79,7 +79,7 @@ def force(router: Any, layer: int, now: list[Row]) -> None:
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
-def forced(model: Any, rows: list[Row], weights: torch.Tensor) -> Tensors:
+def forced(model: Any, rows: list[TraceRow], weights: torch.Tensor) -> Tensors:
     """Log-probabilities of plain passes whose routers are written here again, and the gradient of
     their sum."""
     routers = []
@@ -87,7 +87,7 @@ def forced(model: Any, rows: list[Row], weights: torch.Tensor) -> Tensors:
         if type(module).__name__.lower().endswith("topkrouter"):
             routers.append(module)
     assert routers
-    now: list[Row] = []
+    now: list[TraceRow] = []
     first = model.config.get_text_config().num_hidden_layers - len(routers)
     for layer, router in enumerate(routers, first):
         force(router, layer, now)
@@ -110,15 +110,15 @@ def run(model: Any, replay: Replay, forest: Any, weights: torch.Tensor) -> Tenso
     return logprobs.detach(), take_gradient(model)
 
 
-def packed(rows: list[Row]) -> Pack:
+def packed(rows: list[TraceRow]) -> Pack:
     return Pack([[row] for row in rows])
 
 
-def padded(rows: list[Row]) -> PaddedRows:
+def padded(rows: list[TraceRow]) -> PaddedRows:
     return PaddedRows([[row] for row in rows], torch.device("cpu"))
 
 
-def weights_of(rows: list[Row]) -> torch.Tensor:
+def weights_of(rows: list[TraceRow]) -> torch.Tensor:
     mask = packed(rows).mask
     return torch.randn(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
 
