@@ -44,7 +44,7 @@ from rolltap.trainer.names import Version
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, TokenSpan
 from rolltap.trainer.traces.routing import Experts, expert_pieces
 from rolltap.trainer.traces.tables import Score
-from rolltap.trainer.traces.tokens import common_length, pack
+from rolltap.trainer.traces.tokens import common_length, to_bytes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 
 Strategy = Literal["per_request", "prefix_merging", "tree"]
@@ -282,7 +282,7 @@ def trace_calls(
                 missing[call.call_id] = "missing_scores"
         if routing is not None and not expert_pieces(call, by_id, routing):
             missing[call.call_id] = "missing_routing"
-    parents, reasons = judge_calls(calls, selection.roles, missing)
+    parents, reasons = classify_calls(calls, selection.roles, missing)
 
     trained: dict[int, TokenSpan] = {}
     left_out: list[TokenSpan] = []
@@ -335,7 +335,7 @@ def _by_id(calls: Sequence[Call]) -> dict[str, Call]:
     return by_id
 
 
-def judge_calls(
+def classify_calls(
     calls: Sequence[Call],
     roles: Collection[CallRole] = TRAINED_ROLES,
     missing: Mapping[str, LeftOut] = MappingProxyType({}),
@@ -455,7 +455,7 @@ def _name_shared_prefixes(traces: Sequence[Trace]) -> None:
     """Name in each trace the earlier one with the longest shared prefix."""
     earlier: list[tuple[bytes, str]] = []  # packed tokens and id, sorted
     for trace in traces:
-        ids = pack(trace.prompt_ids + trace.completion_ids)
+        ids = to_bytes(trace.prompt_ids + trace.completion_ids)
         place = bisect(earlier, (ids, ""))
         # of sorted sequences, a neighbour shares the longest prefix
         for other, trace_id in earlier[max(0, place - 1) : place + 1]:

@@ -21,7 +21,7 @@ from rolltap.trainer.traces.build import (
     Trace,
     TraceBatch,
     Unrewarded,
-    judge_calls,
+    classify_calls,
     require_collection,
     trace_calls,
 )
@@ -128,12 +128,12 @@ def suspected(session: Session | None) -> dict[str, int]:
     return {name: count for name, count in session.suspicions.items() if count}
 
 
-def judge_session(recorded: RecordedSession) -> tuple[list[int | None], list[LeftOut | None]]:
-    """Return the parents and reasons of `judge_calls`.
+def classify_session(recorded: RecordedSession) -> tuple[list[int | None], list[LeftOut | None]]:
+    """Return the parents and reasons of `classify_calls`.
 
     Without a reason of its own, a call has that of a session without a reward.
     """
-    parents, reasons = judge_calls(recorded.calls)
+    parents, reasons = classify_calls(recorded.calls)
     unrewarded = label_session(recorded.session, RewardRules()).reason
     return parents, [reason or unrewarded for reason in reasons]
 

@@ -27,15 +27,15 @@ class Tokens(Sequence[int]):
     __slots__ = ("_before", "_length", "_own")
 
     def __init__(self, own: Sequence[int], before: "Tokens | None" = None) -> None:
-        """Append the suffix `own` to `before`. Raises `OverflowError` as `pack`."""
-        self._own = pack(own)
+        """Append the suffix `own` to `before`. Raises `OverflowError` as `to_bytes`."""
+        self._own = to_bytes(own)
         self._before = before
         self._length = len(own)
         if before is not None:
             self._length += len(before)
 
     def packed(self, start: int = 0) -> bytes:
-        """Return the packed ids from position `start` on, as `pack` does."""
+        """Return the packed ids from position `start` on, as `to_bytes` does."""
         parts = []
         first = self._length  # position of the first id in `parts`
         node: Tokens | None = self
@@ -105,7 +105,7 @@ class Tokens(Sequence[int]):
         return Tokens, (self[:],)
 
 
-def pack(ids: Sequence[int]) -> bytes:
+def to_bytes(ids: Sequence[int]) -> bytes:
     """Return token ids as bytes, `TOKEN_BYTES` each.
 
     Raises `OverflowError` for an id that is not an int32.

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.traces.tokens import TOKEN_BYTES, Tokens, pack
+from rolltap.trainer.traces.tokens import TOKEN_BYTES, Tokens, to_bytes
 
 T = TypeVar("T")
 Parents = Sequence[int | None]
@@ -56,7 +56,7 @@ def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
                 hashed = hashes[before].copy()
                 known = _length(calls[before])
                 break
-        packed = pack(call.prompt_ids[known:])
+        packed = to_bytes(call.prompt_ids[known:])
         parent = None
         done = 0
         first = bisect_left(lengths, known)
@@ -73,7 +73,7 @@ def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
         parents.append(parent)
         hashed.update(packed[done:])
         siblings[parent, hashed.digest()].append(number)
-        hashed.update(pack(call.completion_ids))
+        hashed.update(to_bytes(call.completion_ids))
         first_call.setdefault(hashed.digest(), number)
         if _length(call) not in lengths:
             insort(lengths, _length(call))

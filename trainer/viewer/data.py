@@ -217,7 +217,7 @@ def call_json(
         raise UnknownError(f"the session has no call {call_id[:200]!r}: go back to the session")
     number = ids.index(call_id)
     call = calls[number]
-    parents, reasons = loaded.judged
+    parents, reasons = loaded.classified
     parent_id = None
     sampled = []
     cuts = [0]
@@ -274,7 +274,7 @@ def _excluded(loaded: LoadedSession, number: int) -> list[JSON]:
             if span.call_id == call.call_id:
                 excluded.append(_pick(span, ("start", "end", "reason")))
         return excluded
-    _, reasons = loaded.judged
+    _, reasons = loaded.classified
     reason = reasons[number] or label_session(loaded.recorded.session, RewardRules()).reason
     if reason is not None:
         end = len(call.completion_ids)

@@ -24,7 +24,7 @@ from rolltap.addons.store.tables import run_files
 from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS
 from rolltap.trainer.runs.views.sessions import SessionDigest, digest_session
 from rolltap.trainer.runs.views.text import TokenText, load_text
-from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.build import classify_calls
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession, SessionTable, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
@@ -58,9 +58,9 @@ class LoadedSession:
     """The session in the optimizer steps that took it, oldest first."""
 
     @cached_property
-    def judged(self) -> tuple[list[int | None], list[LeftOut | None]]:
-        """The parents and reasons of `judge_calls`."""
-        return judge_calls(self.recorded.calls)
+    def classified(self) -> tuple[list[int | None], list[LeftOut | None]]:
+        """The parents and reasons of `classify_calls`."""
+        return classify_calls(self.recorded.calls)
 
     def digest(self) -> SessionDigest:
         """Count the session. Raises `LedgerError`."""

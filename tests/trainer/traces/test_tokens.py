@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.traces.tokens import Tokens, common_length, pack
+from rolltap.trainer.traces.tokens import Tokens, common_length, to_bytes
 from tests.deep import examples
 from tests.trainer.forests import TOKEN, common
 
@@ -52,7 +52,7 @@ class TestAsAList:
         )
         assert np.array(tokens).tolist() == np.asarray(tokens, np.int64).tolist() == ids
         assert json.dumps(tokens[:]) == json.dumps(ids)
-        assert pack(tokens) == pack(ids)
+        assert to_bytes(tokens) == to_bytes(ids)
 
     @given(tokens_and_lists(), BOUND, BOUND, st.none() | st.integers(-3, 3).filter(bool))
     @examples(500)
@@ -77,7 +77,7 @@ class TestAsAList:
         for index in (2, -3):
             with pytest.raises(IndexError):
                 Tokens([1, 2])[index]
-        for make in (Tokens, pack):
+        for make in (Tokens, to_bytes):
             with pytest.raises(OverflowError):
                 make([2**31])
 
@@ -133,5 +133,5 @@ class TestPackedTokens:
     @given(st.lists(TOKEN), st.lists(TOKEN))
     @examples(500)
     def test_packed_sequences_have_the_prefixes_of_their_tokens(self, a, b):
-        assert common_length(pack(a), pack(b)) == common(a, b)
-        assert pack(a).startswith(pack(b)) == (a[: len(b)] == b)
+        assert common_length(to_bytes(a), to_bytes(b)) == common(a, b)
+        assert to_bytes(a).startswith(to_bytes(b)) == (a[: len(b)] == b)

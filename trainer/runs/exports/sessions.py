@@ -15,7 +15,7 @@ from rolltap.trainer.console import Advance
 from rolltap.trainer.traces.conversations import CallConversation, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
-from rolltap.trainer.traces.sessions import judge_session
+from rolltap.trainer.traces.sessions import classify_session
 
 _PATH = re.compile(
     r"(?<![\w.:/~-])(?:file://)?~?/(?:[^\s'\"/:,;()\[\]<>|]+/)+([^\s'\"/:,;()\[\]<>|]*)"
@@ -52,7 +52,7 @@ def each_session(
 def session_turns(recorded: RecordedSession) -> list[Turn]:
     """Return the calls of a session as turns, in the order of their starts."""
     conversations = rebuild_conversations(recorded.calls)
-    _, reasons = judge_session(recorded)
+    _, reasons = classify_session(recorded)
     return [Turn(*pair) for pair in zip(conversations, reasons, strict=True)]
 
 

@@ -18,10 +18,10 @@ from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.runs.views.inspect import find_id, find_session
 from rolltap.trainer.runs.views.tables import make_table
 from rolltap.trainer.runs.views.text import Decoder, load_decoder
-from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.build import classify_calls
 from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.tokens import common_length, pack
+from rolltap.trainer.traces.tokens import common_length, to_bytes
 from rolltap.trainer.traces.tree import start_order
 
 NEAR = 12
@@ -101,7 +101,7 @@ def view_call(run: Path, session: str, prefix: str, *, full: bool = False) -> Ca
     number; with `full`, of its whole conversation and prompt. Raises as `view_session`."""
     recorded = find_session(run, session)
     number = _find_call(recorded, prefix)
-    _, reasons = judge_calls(recorded.calls)
+    _, reasons = classify_calls(recorded.calls)
     view = show_call(run, recorded.calls, number, reasons[number])
     if full:
         messages = rebuild_conversations(recorded.calls)[number].messages()
@@ -119,7 +119,7 @@ def _find_call(recorded: RecordedSession, given: str) -> int:
 
 def show_call(run: Path, calls: Sequence[Call], number: int, left_out: str | None) -> CallView:
     """Return the view of the call `calls[number]` of a session. `left_out` is the reason that
-    `judge_calls` gives."""
+    `classify_calls` gives."""
     call = calls[number]
     difference = None
     if call.kind == "rendered":
@@ -151,12 +151,12 @@ def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
 
     Of calls that share equally long prefixes with it, the last one is compared.
     """
-    prompt = pack(call.prompt_ids)
+    prompt = to_bytes(call.prompt_ids)
     best = None
     position = 0
     for other in calls:
         if other.status == "completed" and start_order(other) < start_order(call):
-            recorded = pack(other.prompt_ids) + pack(other.completion_ids)
+            recorded = to_bytes(other.prompt_ids) + to_bytes(other.completion_ids)
             length = common_length(prompt, recorded)
             if length >= position:
                 best = other

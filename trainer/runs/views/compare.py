@@ -26,7 +26,7 @@ from rolltap.trainer.traces.conversations import (
     rebuild_conversations,
 )
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.tokens import common_length, pack
+from rolltap.trainer.traces.tokens import common_length, to_bytes
 from rolltap.trainer.traces.tree import link_calls
 
 
@@ -121,7 +121,7 @@ def _differing_tokens(a: RecordedSession, b: RecordedSession) -> dict[str, Any] 
     for one, other in _pairs(a, b):
         ours = [*one.prompt_ids, *one.completion_ids]
         theirs = [*other.prompt_ids, *other.completion_ids]
-        position = common_length(pack(ours), pack(theirs))
+        position = common_length(to_bytes(ours), to_bytes(theirs))
         if position < max(len(ours), len(theirs)):
             common, next_ours = tokens_around(ours, position)
             _, next_theirs = tokens_around(theirs, position)

@@ -24,7 +24,7 @@ from rolltap.trainer.runs.views.outcomes import COMPARED, suspicion_rows
 from rolltap.trainer.runs.views.sessions import Events, digest_session, session_events
 from rolltap.trainer.runs.views.tables import make_table
 from rolltap.trainer.runs.views.training import session_step_table
-from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.build import classify_calls
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
@@ -191,7 +191,7 @@ def _find_diff(run: Path, session_id: str) -> str | None:
 
 def call_nodes(calls: Sequence[Call]) -> list[CallNode]:
     """Return the call tree of one session's calls, which are in `start_order`."""
-    parents, reasons = judge_calls(calls)
+    parents, reasons = classify_calls(calls)
     nodes: list[CallNode] = []
     for call, parent, reason in zip(calls, parents, reasons, strict=True):
         parent_id = None
