@@ -36,7 +36,7 @@ from rolltap.trainer.models.devices import use_expandable_segments
 from rolltap.trainer.models.loading import LINEAR_ATTENTION, kernels
 from rolltap.trainer.training.plan.memory import Sizes, fixed, machine_of
 from rolltap.trainer.training.plan.model import fake_step, model_numbers
-from rolltap.trainer.training.plan.trace import StepMemory, at
+from rolltap.trainer.training.plan.traced_step import StepMemory, at
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step.attention import register
 from rolltap.trainer.training.step.model import prepare

@@ -16,7 +16,7 @@ from rolltap.trainer.training.arguments import check_arguments, require_rows, sa
 from rolltap.trainer.training.plan.engine import Blocks
 from rolltap.trainer.training.plan.memory import SLACK, Machine, Memory, Micro, gib
 from rolltap.trainer.training.plan.model import ModelNumbers
-from rolltap.trainer.training.plan.trace import StepMemory, at
+from rolltap.trainer.training.plan.traced_step import StepMemory, at
 from rolltap.trainer.training.recipe import Recipe
 
 

@@ -15,7 +15,7 @@ from rolltap.trainer.models.loading import Dtype
 from rolltap.trainer.training.arguments import SAVE_TOTAL_LIMIT
 from rolltap.trainer.training.plan.engine import Blocks, sequence_bytes, sequences_of
 from rolltap.trainer.training.plan.model import BFLOAT16, FLOAT32, ModelNumbers
-from rolltap.trainer.training.plan.trace import StepMemory, at
+from rolltap.trainer.training.plan.traced_step import StepMemory, at
 from rolltap.trainer.training.recipe import Machine as DeclaredMachine
 from rolltap.trainer.training.recipe import Recipe
 

@@ -19,7 +19,7 @@ from rolltap.trainer.models.loading import (
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.arguments import add_adapter, model_arguments
 from rolltap.trainer.training.plan.stand_ins import delta_rules, without_values
-from rolltap.trainer.training.plan.trace import FakeStep
+from rolltap.trainer.training.plan.traced_step import FakeStep
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step.model import prepare
 

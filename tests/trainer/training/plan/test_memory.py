@@ -21,7 +21,7 @@ from rolltap.trainer.training.plan.memory import (
 )
 from rolltap.trainer.training.plan.model import fake_step, model_numbers
 from rolltap.trainer.training.plan.stand_ins import ATTENTION, delta_rules, without_values
-from rolltap.trainer.training.plan.trace import StepMemory, at
+from rolltap.trainer.training.plan.traced_step import StepMemory, at
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step import linear
 from rolltap.trainer.training.step.model import prepare
