@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, assert_never
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.engines.apptainer import ApptainerRuntime
@@ -16,7 +16,10 @@ from rolltap.trainer.boxes.remote.ssh import SshImageRuntime, SshRuntime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 
-_TAKES = {
+RuntimeName = Literal["process", "sandbox", "container", "apptainer", "ssh", "harbor"]
+KindBehindSsh = Literal["sandbox", "container", "apptainer"]
+
+_TAKES: dict[RuntimeName, str] = {
     "process": "",
     "sandbox": "tools",
     "container": "tools container_engine container_arguments build",
@@ -39,7 +42,7 @@ class Settings:
     container_arguments: Sequence[str] = ()
     build: bool = False
     ssh: str | None = None
-    ssh_kind: str | None = None
+    ssh_kind: KindBehindSsh | None = None
     ssh_python: str | None = None
     ssh_arguments: Sequence[str] = ()
     harbor_python: str | None = None
@@ -47,7 +50,7 @@ class Settings:
     recorder_address: str | None = None
 
 
-def make_runtime(name: str, **settings: Any) -> Runtime:
+def make_runtime(name: RuntimeName, **settings: Any) -> Runtime:
     """Return a runtime with `Settings`. `Runtime.check` says whether it works here.
 
     Raises `InputError` for a setting that is wrong, or that the runtime does not have.
@@ -66,13 +69,13 @@ def make_runtime(name: str, **settings: Any) -> Runtime:
             return ApptainerRuntime(tools=tools)
         case "harbor":
             return _of_harbor(given, tools)
-    engine = given.container_engine
-    if engine is None:
-        engine = next(filter(shutil.which, ("podman", "docker")), "podman")
-    return ContainerRuntime(engine, given.container_arguments, tools=tools, build=given.build)
+        case "container":
+            return _of_containers(given, tools)
+        case _:
+            assert_never(name)
 
 
-def _refuse_foreign(name: str, given: Settings) -> None:
+def _refuse_foreign(name: RuntimeName, given: Settings) -> None:
     """Raise `InputError` for a setting that a runtime does not have."""
     known = _TAKES[name].split()
     where = f'runtime = "{name}"'
@@ -103,6 +106,13 @@ def _behind_ssh(given: Settings) -> Runtime:
     if kind == "sandbox":
         return SshRuntime(machine, there)
     return SshImageRuntime(machine, there)
+
+
+def _of_containers(given: Settings, tools: Sequence[Path]) -> Runtime:
+    engine = given.container_engine
+    if engine is None:
+        engine = next(filter(shutil.which, ("podman", "docker")), "podman")
+    return ContainerRuntime(engine, given.container_arguments, tools=tools, build=given.build)
 
 
 def _of_harbor(given: Settings, tools: Sequence[Path]) -> Runtime:

@@ -132,15 +132,34 @@ class Box(Protocol):
 
 class Runtime(Protocol):
     """Makes boxes. Everything in a box dies when its block is left, and when this process dies, by
-    kill -9 too."""
+    kill -9 too.
+
+    A runtime whose boxes show files of this machine derives from `HidingRuntime` (hiding.py) if it
+    is `isolated`. Only such a one is told what to hide: runs, tasks, keys, the home.
+
+    A further runtime of rolltap needs, besides its class:
+
+    - `RuntimeName`, `_TAKES`, `Settings` and `make_runtime` in choose.py;
+    - its settings, if it has any, in `RolloutConfig` and `RolloutArguments` (rollouts/config.py),
+      and in `_OPTIONS` (cli/tasks.py);
+    - its name where runtimes are listed for users: `rollout` (public/rollouts.py),
+      `Session.runtime` (addons/store/records.py), and the tables of recipes/site/pages/boxes.md;
+    - tests: `KINDS` in tests/trainer/boxes/test_box.py, if its boxes are of this machine.
+    """
 
     name: str
-    """`process`, `sandbox`, `container`, `apptainer`, `ssh` or `harbor`."""
+    """`process`, `sandbox`, `container`, `apptainer`, `ssh` or `harbor`, or one of your own."""
     warning: str | None
     """Dangers that the runtime does not protect from; None when there is nothing to say."""
     isolated: bool
     """True when a box has its own files and network: paths of the box are then not those of this
-    machine."""
+    machine.
+
+    Such a box has each of `BoxSpec.mounts` at its `target`. Sessions and judges rely on it: the
+    files of a judge are below `/rolltap`, the recorder's certificates in `CERTIFICATES`
+    (environment.py). The box reaches nothing but `BoxSpec.proxy`, and its programs keep to
+    `Limits.of_isolated`; where that is not so, `warning` says it.
+    """
     programs_here: bool
     """True when boxes without an image have the programs of this machine."""
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.choose import Settings, make_runtime
+from rolltap.trainer.boxes.choose import KindBehindSsh, RuntimeName, Settings, make_runtime
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.toml import describe
@@ -88,7 +88,7 @@ class RolloutConfig(BaseModel):
     """Number of the recorder's processes. Each uses one core; a session's id names its process."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a harness is stopped, unless its task has a time limit of its own."""
-    runtime: Literal["process", "sandbox", "container", "apptainer", "ssh", "harbor"] = "process"
+    runtime: RuntimeName = "process"
     """Where sessions run. `process` does not protect this machine from the harness; `ssh` is
     another machine, and `harbor` has environments of Harbor."""
     tools: tuple[Path, ...] = ()
@@ -103,7 +103,7 @@ class RolloutConfig(BaseModel):
     container engine."""
     ssh: str | None = Field(default=None, min_length=1)
     """Machine of the runtime `ssh`, as in `ssh USER@HOST`: it is reached without a password."""
-    ssh_kind: Literal["sandbox", "container", "apptainer"] | None = None
+    ssh_kind: KindBehindSsh | None = None
     """Runtime of the boxes on the machine `ssh`. By default `sandbox`."""
     ssh_python: str | None = Field(default=None, min_length=1)
     """Python 3.11 or newer on the machine `ssh`, with psutil and pydantic. By default `python3`."""
