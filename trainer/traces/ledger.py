@@ -2,21 +2,26 @@
 
                   tokens that calls sampled
     build_traces    - of calls that nothing is learned from    aborted failed missing_logprobs
-                                                               violation grammar missing_routing
+    (build.py)                                                 violation grammar missing_routing
                                                                missing_scores stale ROLE
                                                                superseded
                     - beyond `max_tokens` of a trace           over_length
                   = in traces: each token has mask 1 in exactly one
-    label_session   - of sessions without a reward             infrastructure cancelled unjudged
-                                                               excluded suspicious no_reward
+    label_session   - of sessions without a reward             infrastructure unjudged cancelled
+    (sessions.py)                                              excluded suspicious no_reward
                   = in a batch
     with_signal     - of groups whose rewards are equal        no_signal
+    (training/      (skipped with a `teacher_share`)
+    step/batch.py)
                   = in the loss
 
 `LeftOut` says what each reason means. A call, and a token of it, has one reason: the first that
-holds, in the order of `LeftOut`. Every step takes tokens out of a `Ledger` with `leave_out`, so
-that `sampled` never changes. The sums are checked, and a difference is a `LedgerError` or stops the
-training, where
+holds, in the order of `LeftOut`. The code of each step asks in this order: `_fault`,
+`classify_calls` and `_spans` of build.py, then `label_session`. Who adds or moves a reason changes
+both; only the place of `stale` is read from `LeftOut`.
+
+Every step takes tokens out of a `Ledger` with `leave_out`, so that `sampled` never changes. The
+sums are checked, and a difference is a `LedgerError` or stops the training, where
 
 - `build_traces` has counted the calls of a session: the masks of its traces hold the trained
   tokens;
@@ -79,7 +84,7 @@ LeftOut = Literal[
 - `infrastructure`, `unjudged`, `cancelled`: the session's outcome.
 - `excluded`: the recipe leaves out its outcome.
 - `suspicious`: the recipe leaves out sessions with evidence of cheating.
-- `no_reward`: the session has no reward for another reason.
+- `no_reward`: the session has no reward for another reason, as `diverged` and `unknown` ones.
 - `no_signal`: all rewards of its group are equal.
 """
 
