@@ -1,6 +1,8 @@
-"""The recorded conversations of a session, and which of its calls a request continues.
+"""The recorded conversations of a session, and which of its calls a request could continue.
 
-`History.match` compares the messages of a request with the recorded conversations of its session:
+`History.match` compares the messages of a request with the recorded conversations of its session
+and finds candidates. `Conversations._continue` decides: it renders all messages if several calls
+fit equally well, or if the renderer cannot continue the call. The kinds of a match:
 
     bridged     they begin with a call's conversation and reply: the prompt is that call's prompt,
                 its sampled tokens, and the tokens of the new messages

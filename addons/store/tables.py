@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import Sync
 from rolltap.addons.store import records
-from rolltap.addons.store.door import ROWS, row_faults
+from rolltap.addons.store.untrusted import ROWS, row_faults
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Event, Session
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
@@ -90,6 +90,19 @@ class RunWriter:
     Files appear with their first row. A row is written whatever its values are, see `to_batch`. A
     commit that fails raises `OSError` and cannot be read. Thread-safe: `sync`, `end_session` and
     `close` may run in other threads than the commits.
+
+    A commit is in the file when its method returns. It is synced with all others before it, by
+    `sync_policy`:
+
+    | policy | caller | moment |
+    | --- | --- | --- |
+    | `call` | `Generation._run` | a completed call is committed, its reply has not ended |
+    | `call`, `session` | `add_session` | the row of a session is committed |
+    | `call`, `session` | `end_session` | the recorder was told that a session has ended |
+    | `call`, `session` | `close` | the writer ends |
+    | `never` | nobody | the system writes back when it does |
+
+    `Segment.sync` is the fdatasync. A file's first one syncs the folder too.
     """
 
     def __init__(self, run: Path, sync: Sync = "session") -> None:
