@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.door import parse_object
+from rolltap.addons.store.untrusted import parse_object
 
 POLICY_FILE = "policy.json"
 

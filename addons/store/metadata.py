@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.door import parse_object, read_file
 from rolltap.addons.store.records import SCHEMA_VERSION
 from rolltap.addons.store.staging import locked, write_atomically
+from rolltap.addons.store.untrusted import parse_object, read_file
 
 RUN_FILE = "run.json"
 

@@ -63,8 +63,8 @@ PHASES = ("queued", "preparing", "running", "judging", "retried")
 LATER_COLUMNS = frozenset(f"{phase}_seconds" for phase in PHASES)
 """Columns that tables got later without a new `SCHEMA_VERSION`: so far only `sessions` did, for its
 `PHASES`. Files from before lack them; their rows are read as rows without a value there, and keep
-their digests. `door.py` checks all of them as seconds of a session: a later column of another kind
-gets a type of its own there."""
+their digests. `untrusted.py` checks all of them as seconds of a session: a later column of another
+kind gets a type of its own there."""
 SESSION_JSON = ("parts", "evidence", "suspicions")
 """Columns of `sessions` that hold a JSON object."""
 UNREWARDED: frozenset[SessionStatus] = frozenset(

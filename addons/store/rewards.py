@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.door import LARGEST_NUMBER
 from rolltap.addons.store.records import (
     DIGEST,
     SESSION_JSON,
@@ -21,6 +20,7 @@ from rolltap.addons.store.records import (
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.untrusted import LARGEST_NUMBER
 
 _NAME = 200
 """Maximum number of characters of the names of tasks, groups and parts."""

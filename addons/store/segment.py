@@ -41,9 +41,9 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from rolltap.addons.store.door import check_batch, check_message, open_file
 from rolltap.addons.store.records import LATER_COLUMNS
 from rolltap.addons.store.staging import hidden_name, new_file, sync_folder
+from rolltap.addons.store.untrusted import check_batch, check_message, open_file
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from pydantic import BaseModel
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import Sync
 from rolltap.addons.store import records
-from rolltap.addons.store.untrusted import ROWS, row_faults
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Event, Session
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 from rolltap.addons.store.rows import empty_row, to_batch
 from rolltap.addons.store.segment import Segment, SegmentReader, compact, place_of
+from rolltap.addons.store.untrusted import ROWS, row_faults
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.door import open_file
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import DIGEST
 from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import TABLES, read_rows, run_files
+from rolltap.addons.store.untrusted import open_file
 from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import Totals, TraceOptions, iter_traces

@@ -19,7 +19,6 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rolltap.addons.errors import InputError, MissingPackageError, install_command
-from rolltap.addons.store.door import LARGEST_NUMBER, MOST_NAME, is_name
 from rolltap.addons.store.metadata import RUN_FILE, tokenizer_digests, write_metadata
 from rolltap.addons.store.records import (
     Call,
@@ -33,6 +32,7 @@ from rolltap.addons.store.records import (
 )
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.untrusted import LARGEST_NUMBER, MOST_NAME, is_name
 from rolltap.trainer.console import Advance
 from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.tree import link_calls, start_order

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from pydantic import BaseModel, model_validator
 
-from rolltap.addons.store.door import Count, Logprobs, Span, TokenIds
 from rolltap.addons.store.records import DIGEST, schema_of
 from rolltap.addons.store.tables import TABLES as TABLES
 from rolltap.addons.store.tables import add_table
+from rolltap.addons.store.untrusted import Count, Logprobs, Span, TokenIds
 
 _SPAN = [("call_id", pa.string()), ("start", pa.int32()), ("end", pa.int32())]
 

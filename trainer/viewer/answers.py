@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError, RunError
-from rolltap.addons.store.door import open_file
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import batch_rows, read_batches
+from rolltap.addons.store.untrusted import open_file
 from rolltap.trainer.runs.views.outcomes import VersionRewards, reward_steps
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
 from rolltap.trainer.traces.reader import load_sessions

@@ -15,10 +15,10 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.door import open_file
 from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import PHASES, Call, Session, json_text
 from rolltap.addons.store.rewards import session_rows
+from rolltap.addons.store.untrusted import open_file
 from rolltap.trainer.names import some
 from rolltap.trainer.runs.views.outcomes import COMPARED, suspicion_rows
 from rolltap.trainer.runs.views.sessions import Events, digest_session, session_events

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from rich.table import Table
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.door import parse_object, read_file
+from rolltap.addons.store.untrusted import parse_object, read_file
 from rolltap.trainer.runs.views.tables import (
     MOST_ROWS,
     cut_note,

@@ -1,4 +1,4 @@
-"""The door to a run folder, which people send each other: what is opened, and what is read.
+"""Bounds of what is read of a run folder that nobody vouches for: people send them to each other.
 
 - **Files** are regular ones that no link leads to. They are opened without waiting, so that a FIFO
   hangs nobody.
