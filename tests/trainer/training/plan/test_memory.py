@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 
 from rolltap.trainer.models.merging import merge_again
-from rolltap.trainer.training.plan import trace
+from rolltap.trainer.training.plan import traced_step
 from rolltap.trainer.training.plan.memory import (
     Machine,
     Micro,
@@ -47,8 +47,8 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
         patch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
-        patch.setattr(trace, "LENGTHS", TRACED)
-        patch.setattr(trace, "FEW", 128)
+        patch.setattr(traced_step, "LENGTHS", TRACED)
+        patch.setattr(traced_step, "FEW", 128)
         yield patch
 
 
@@ -187,7 +187,7 @@ LONG_ROWS = [("qwen3-4b", True, 256_000), ("qwen3.5-4b", False, 200_000)]
 
 @pytest.mark.parametrize(("name", "offload", "tokens"), cases(LONG_ROWS))
 def test_a_gpu_of_80_gib_takes_long_rows(name, offload, tokens, monkeypatch):
-    monkeypatch.setattr(trace, "LENGTHS", (8192, 32768, 98304))
+    monkeypatch.setattr(traced_step, "LENGTHS", (8192, 32768, 98304))
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     folder = ROOT / "tests" / "models" / name
     grpo = {"offload_checkpoints": offload}

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from rolltap.trainer.cli.train import train_command
-from rolltap.trainer.training.plan import findings, trace
+from rolltap.trainer.training.plan import findings, traced_step
 from rolltap.trainer.training.plan import model as model_module
 from rolltap.trainer.training.plan import plan as plan_module
 from rolltap.trainer.training.plan.memory import GIB, SLACK, machine_of
@@ -38,8 +38,8 @@ def _small(monkeypatch, steps):
     """Let rows and the tiles of the head be small, on a machine without a GPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
-    monkeypatch.setattr(trace, "LENGTHS", (512, 1024))
-    monkeypatch.setattr(trace, "FEW", 64)
+    monkeypatch.setattr(traced_step, "LENGTHS", (512, 1024))
+    monkeypatch.setattr(traced_step, "FEW", 64)
 
     def fake_step(recipe, numbers, dtype, *, sharded):
         key = (numbers, dtype, sharded, repr(recipe.lora))
