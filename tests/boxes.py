@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
-from rolltap.trainer.boxes.engines.find import system_root
-from rolltap.trainer.boxes.engines.podman import LABEL
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.find import system_root
+from rolltap.trainer.boxes.containers.podman import LABEL
 from rolltap.trainer.boxes.runtime import BoxSpec
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.folders import scratch_folder

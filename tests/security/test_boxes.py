@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
-from rolltap.trainer.boxes.engines.find import system_root
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.find import system_root
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount
 from rolltap.trainer.boxes.sandbox import SandboxRuntime

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
 from rolltap.trainer.boxes.runtime import Mount
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.harness import Harness

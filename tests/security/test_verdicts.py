@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
-from rolltap.trainer.boxes.engines.find import system_root
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.find import system_root
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from tests.boxes import require_podman, sandboxed

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, assert_never
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.apptainer import ApptainerRuntime
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.apptainer import ApptainerRuntime
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.remote.connection import Machine
 from rolltap.trainer.boxes.remote.harbor import HarborRuntime, read_environment

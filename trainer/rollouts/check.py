@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError, install_command
-from rolltap.trainer.boxes.engines.build import image_of
+from rolltap.trainer.boxes.containers.build import image_of
 from rolltap.trainer.boxes.programs import SYSTEM
 from rolltap.trainer.boxes.runtime import BuildingRuntime, ImageRuntime, Runtime
 from rolltap.trainer.engine.admin import EngineAdmin

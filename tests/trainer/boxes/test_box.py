@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
 from rolltap.trainer.boxes.runtime import Ended, Mount
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from tests.boxes import (

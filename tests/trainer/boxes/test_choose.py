@@ -4,7 +4,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.choose import make_runtime
-from rolltap.trainer.boxes.engines.find import find_engine
+from rolltap.trainer.boxes.containers.find import find_engine
 from rolltap.trainer.boxes.hiding import HidingRuntime
 from rolltap.trainer.boxes.runtime import ImageRuntime
 from rolltap.trainer.rollouts.config import RolloutConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
 from rolltap.trainer.boxes.hiding import HidingRuntime, layered, private_paths, require_narrow
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.tasks.task import CommandJudge, Task

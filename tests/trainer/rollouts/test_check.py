@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
-from rolltap.trainer.boxes.engines.build import image_of
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.build import image_of
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
 from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.rollouts import check
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks

@@ -3,7 +3,7 @@
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.config import RolloutConfig

@@ -1,4 +1,4 @@
-"""Starts the agent of `boxes/remote` on another machine. The agent's files come over stdin.
+"""Starts the far side of `boxes/remote` on another machine. The far side's files come over stdin.
 
 For every Python 3, so that one that is too old can say so. stdin is not read further than the files
 go.
@@ -17,7 +17,7 @@ NEEDS = "boxes behind ssh need Python 3.11 or newer with the packages psutil and
 
 
 def main(stdin: Any) -> None:
-    """Unpack the files into a new folder, which is the agent's, and become the agent."""
+    """Unpack the files into a new folder, which is the far side's, and become the far side."""
     if sys.version_info < (3, 11):  # noqa: UP036
         sys.exit("%s: %s is Python %s" % (NEEDS, sys.executable, sys.version.split()[0]))  # noqa: UP031
     left = int(stdin.readline())
@@ -39,7 +39,7 @@ def main(stdin: Any) -> None:
         shutil.rmtree(folder)
         sys.exit("%s: %s says: %s" % (NEEDS, sys.executable, error))  # noqa: UP031
     sys.argv[1:] = [folder]
-    runpy.run_module("rolltap.trainer.boxes.agent", run_name="__main__", alter_sys=True)
+    runpy.run_module("rolltap.trainer.boxes.far_side", run_name="__main__", alter_sys=True)
 
 
 main(io.FileIO(0, closefd=False))

@@ -1,10 +1,10 @@
-"""The connection to a machine behind ssh, with rolltap's agent at its other end.
+"""The connection to a machine behind ssh, with rolltap's far side at its other end.
 
 OpenSSH's client connects, so that the user's own configuration, keys and jump hosts count. One
-process of it starts `boxes/agent` on the machine, whose files it brings along:
+process of it starts `boxes/far_side` on the machine, whose files it brings along:
 
-    connect      ssh HOST python3; the agent's files go over stdin
-    forward      ssh -O forward -R: a socket in the agent's folder leads to the recorder here
+    connect      ssh HOST python3; the far side's files go over stdin
+    forward      ssh -O forward -R: a socket in the far side's folder leads to the recorder here
 """
 
 import asyncio
@@ -37,11 +37,11 @@ _FILES = (
     "trainer/judges/channel.py",
     "trainer/tasks/*.py",
 )
-"""The parts of rolltap that the agent needs. They need no more than psutil and pydantic."""
+"""The parts of rolltap that the far side needs. They need no more than psutil and pydantic."""
 _LINES_BEFORE = 1000
-"""Most lines that a shell may say before the agent starts."""
+"""Most lines that a shell may say before the far side starts."""
 _FOLDER = re.compile(r"/[\w./-]{1,90}", re.ASCII)
-"""The agent's folder. ssh(1) reads nothing else into such a name, and the path of a socket in it
+"""The far side's folder. ssh(1) reads nothing else into such a name, and the path of a socket in it
 has at most 107 bytes (unix(7))."""
 _SAID_BYTES = 2000
 _NOT_CONNECTED = 255
@@ -94,7 +94,7 @@ class Link:
         self._machine = machine
         self._control = control
         self._folder = folder
-        """The agent's folder on the machine. Only the agent's user can enter it."""
+        """The far side's folder on the machine. Only the far side's user can enter it."""
         self._numbers = count()
         self._sockets: Once[str, str] = Once()
 
@@ -133,7 +133,7 @@ class Link:
 
 @asynccontextmanager
 async def linked(machine: Machine) -> AsyncIterator[Link]:
-    """Connect to a machine and start the agent. Everything ends there with the block.
+    """Connect to a machine and start the far side. Everything ends there with the block.
 
     Raises `InputError` for a machine that cannot have boxes, and `OSError` for one that is not
     reached.
@@ -154,12 +154,12 @@ async def linked(machine: Machine) -> AsyncIterator[Link]:
         connection = Connection(client.stdout, client.stdin)
         running = None
         try:
-            place = await _start_agent(machine, client, errors)
+            place = await _start_far_side(machine, client, errors)
             running = asyncio.create_task(connection.run())
             _check_folder(machine, place)
             yield Link(machine, control, connection, place)
         finally:
-            client.stdin.close()  # the agent ends its boxes, and then the connection
+            client.stdin.close()  # the far side ends its boxes, and then the connection
             is_alive = running is not None and not connection.why
             await _end(client, _END_SECONDS if is_alive else 0)
             if running is not None:
@@ -167,13 +167,13 @@ async def linked(machine: Machine) -> AsyncIterator[Link]:
                 await wait_for_end(running)
 
 
-async def _start_agent(
+async def _start_far_side(
     machine: Machine, client: asyncio.subprocess.Process, errors: IO[bytes]
 ) -> str:
-    """Start the agent, and return its folder on the machine. Raises as `linked`."""
+    """Start the far side, and return its folder on the machine. Raises as `linked`."""
     assert client.stdin is not None
     assert client.stdout is not None
-    files = await asyncio.to_thread(_agent_files)
+    files = await asyncio.to_thread(_far_side_files)
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             client.stdin.write(f"{_BOOT.read_text()!r}\n{len(files)}\n".encode() + files)
@@ -181,7 +181,7 @@ async def _start_agent(
             for _ in range(_LINES_BEFORE):
                 if await client.stdout.readuntil() == STARTED:
                     return _text(await client.stdout.readuntil())
-        raise OSError("it says much and starts no agent")
+        raise OSError("it says much and starts no rolltap")
     except TimeoutError as error:
         why = f"no answer within {_ANSWER_SECONDS:g} s"
         raise _not_reached(machine, errors, why) from error
@@ -226,8 +226,8 @@ async def _end(client: asyncio.subprocess.Process, seconds: float) -> None:
 
 
 @cache
-def _agent_files() -> bytes:
-    """Return the files that the agent needs, as a compressed archive."""
+def _far_side_files() -> bytes:
+    """Return the files that the far side needs, as a compressed archive."""
     tops = {
         "addons": Path(rolltap.addons.__path__[0]),
         "trainer": Path(rolltap.trainer.__path__[0]),

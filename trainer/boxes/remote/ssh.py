@@ -1,6 +1,6 @@
 """The runtime `ssh`: boxes on a machine that this user reaches by ssh.
 
-The agent at the other end of a `Link` makes boxes as the runtimes of this machine do. The
+The far side of a `Link` makes boxes as the runtimes of this machine do. The
 connection lasts as long as there are boxes:
 
     box          the workspace, the home and the mounts go there; one stream of the connection each
@@ -33,7 +33,7 @@ from rolltap.trainer.concurrency import finished, in_folder_thread, run_blocking
 LATE_SECONDS = 600.0
 """Longest wait for what a program leaves, when it should have ended by its own timeout."""
 _TAKEN_BYTES = 80 << 20
-"""Most bytes of an output or a verdict. A machine that keeps to its agent sends less."""
+"""Most bytes of an output or a verdict. The far side itself sends less."""
 
 
 class _Message(BaseModel):
@@ -70,15 +70,15 @@ M = TypeVar("M", bound=_Message)
 def _read(host: str, kind: type[M], message: Mapping[str, Any]) -> M:
     """Return what a machine tells.
 
-    Raises the error that it tells, `OSError` or `InputError`, and `LostError` for what its agent
-    does not tell.
+    Raises the error that it tells, `OSError` or `InputError`, and `LostError` for what it does
+    not tell.
     """
     try:
         if message.get("error") is None:
             return kind.model_validate(message)
         error = _Error.model_validate(message["error"])
     except ValidationError as wrong:
-        raise LostError("it does not tell what its agent does") from wrong
+        raise LostError("it does not tell what rolltap does there") from wrong
     if error.permanent:
         raise InputError(f"on the machine {host}: {error.text}")
     if error.errno is not None:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.agent.__main__ import PREFIX
-from rolltap.trainer.boxes.engines.images import path_digest
+from rolltap.trainer.boxes.containers.images import path_digest
+from rolltap.trainer.boxes.far_side.__main__ import PREFIX
 from rolltap.trainer.boxes.inside import frames
 from rolltap.trainer.boxes.remote import connection, ssh
 from rolltap.trainer.boxes.remote.ssh import SshBox
@@ -118,8 +118,8 @@ async def test_only_the_folders_of_a_box_are_on_the_machine(machine, tmp_path):
         script = "cat /etc/rolltap/ca.pem; echo x >> /etc/rolltap/ca.pem"
         _, output = await sh(box, script, tmp_path / "log")
         assert output.startswith("certificate")
-        [agent] = machine.temporary.iterdir()
-        [workspace] = agent.glob("*/workspace")
+        [far_side] = machine.temporary.iterdir()
+        [workspace] = far_side.glob("*/workspace")
         sent = {path.name for path in workspace.parent.iterdir()}
         assert sent == {"workspace", "home", "mounts", "log"}
     assert (tmp_path / "ca").read_text() == "certificate"
@@ -173,9 +173,9 @@ async def test_the_recorder_is_reached_through_the_connection_and_by_no_port(mac
             assert output.startswith("answer to hello\n")
             assert output.endswith("closed\n")
             assert listening(below(psutil.Process())) == []
-            [agent] = machine.temporary.iterdir()
-            assert stat.S_IMODE(agent.stat().st_mode) == 0o700
-            assert [path for path in agent.iterdir() if path.is_socket()]
+            [far_side] = machine.temporary.iterdir()
+            assert stat.S_IMODE(far_side.stat().st_mode) == 0o700
+            assert [path for path in far_side.iterdir() if path.is_socket()]
 
 
 @pytest.mark.deep
@@ -253,7 +253,7 @@ def stop():
             process.resume()
 
 
-async def test_a_program_of_a_silent_agent_is_lost(machine, tmp_path, stop, monkeypatch):
+async def test_a_program_of_a_silent_far_side_is_lost(machine, tmp_path, stop, monkeypatch):
     async with machine.runtime().box(spec_in(tmp_path)) as box:
         running = await started(box, "sleep 3607", tmp_path)
         stop(below(psutil.Process()))
@@ -263,7 +263,7 @@ async def test_a_program_of_a_silent_agent_is_lost(machine, tmp_path, stop, monk
             await running
 
 
-async def test_a_program_of_which_an_agent_that_is_alive_tells_no_end_is_lost(
+async def test_a_program_of_which_a_far_side_that_is_alive_tells_no_end_is_lost(
     machine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(ssh, "LATE_SECONDS", -599.9)
@@ -274,7 +274,7 @@ async def test_a_program_of_which_an_agent_that_is_alive_tells_no_end_is_lost(
     assert machine.left() == []
 
 
-async def test_a_workspace_for_a_silent_agent_is_lost(machine, tmp_path, stop, monkeypatch):
+async def test_a_workspace_for_a_silent_far_side_is_lost(machine, tmp_path, stop, monkeypatch):
     runtime = machine.runtime()
     spec = spec_in(tmp_path, name="large")
     with (spec.workspace / "file").open("wb") as file:
@@ -300,18 +300,18 @@ async def test_a_silent_machine_without_a_forward_is_named(machine, tmp_path, st
         monkeypatch.setattr(frames, "SILENT_SECONDS", 0.1)
 
 
-async def test_all_that_a_killed_agent_left_is_removed_by_the_next_one(machine, tmp_path):
+async def test_all_that_a_killed_far_side_left_is_removed_by_the_next_one(machine, tmp_path):
     runtime = machine.runtime()
     async with runtime.box(spec_in(tmp_path)) as box:
         running = await started(box, "sleep 3604", tmp_path)
         there = below(psutil.Process())
-        [agent] = [
+        [far_side] = [
             p
             for p in there
             if p.name().startswith("python")
             and p.ppid() in {q.pid for q in there if q.name() == "sshd"}
         ]
-        agent.kill()
+        far_side.kill()
         with pytest.raises(OSError, match="was lost"):
             await running
     assert all(wait_until_dead(process.pid) for process in there)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.engine import call
-from rolltap.trainer.boxes.engines.podman import ContainerEngine
+from rolltap.trainer.boxes.containers.engine import call
+from rolltap.trainer.boxes.containers.podman import ContainerEngine
 from rolltap.trainer.boxes.inside.seccomp_filter import without_namespaces
 from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
 from rolltap.trainer.boxes.runtime import Ended, Mount
 from tests.boxes import containers, in_box, make_spec, sh, wait_until_dead
 

@@ -6,10 +6,10 @@ import psutil
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.build import image_of
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
-from rolltap.trainer.boxes.engines.engine import call
-from rolltap.trainer.boxes.engines.images import image_id
+from rolltap.trainer.boxes.containers.build import image_of
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.engine import call
+from rolltap.trainer.boxes.containers.images import image_id
 from rolltap.trainer.tasks.task import Build
 from tests.boxes import copy_programs, imported, make_spec, sh, wait_until_dead
 from tests.deep import cases

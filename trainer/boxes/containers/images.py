@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.engine import call
+from rolltap.trainer.boxes.containers.engine import call
 from rolltap.trainer.tasks.content import content_digest
 
 _PULL_SECONDS = 3600.0

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.box import EngineBox
-from rolltap.trainer.boxes.engines.engine import Engine, call, mount_options
-from rolltap.trainer.boxes.engines.images import copy_from_root_folder, path_digest
+from rolltap.trainer.boxes.containers.box import EngineBox
+from rolltap.trainer.boxes.containers.engine import Engine, call, mount_options
+from rolltap.trainer.boxes.containers.images import copy_from_root_folder, path_digest
 from rolltap.trainer.boxes.hiding import HidingRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits

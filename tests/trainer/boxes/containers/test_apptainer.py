@@ -8,8 +8,8 @@ import shlex
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines import apptainer
-from rolltap.trainer.boxes.engines.apptainer import ApptainerEngine, ApptainerRuntime
+from rolltap.trainer.boxes.containers import apptainer
+from rolltap.trainer.boxes.containers.apptainer import ApptainerEngine, ApptainerRuntime
 from rolltap.trainer.boxes.runtime import Ended, Mount
 from rolltap.trainer.tasks.task import Limits
 from tests.boxes import spec_in

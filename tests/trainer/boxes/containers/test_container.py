@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines import container
-from rolltap.trainer.boxes.engines.container import ContainerRuntime
-from rolltap.trainer.boxes.engines.find import find_engine
+from rolltap.trainer.boxes.containers import container
+from rolltap.trainer.boxes.containers.container import ContainerRuntime
+from rolltap.trainer.boxes.containers.find import find_engine
 from rolltap.trainer.boxes.runtime import Ended, Mount
 from rolltap.trainer.tasks.task import Limits
 from tests.boxes import ENV, containers, copy_programs, imported, in_box, make_spec

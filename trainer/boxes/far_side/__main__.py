@@ -1,6 +1,6 @@
 """Has the boxes of one connection on a machine behind ssh. `boxes/remote` brings it there.
 
-    python -m rolltap.trainer.boxes.agent FOLDER
+    python -m rolltap.trainer.boxes.far_side FOLDER
 
 It makes boxes as a local rollout does, from folders below FOLDER that came over the connection
 (`inside/frames.py` on stdin and stdout). When the connection ends, so do all boxes and FOLDER, and
@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from rolltap.trainer.boxes.agent.requests import serve
+from rolltap.trainer.boxes.far_side.requests import serve
 from rolltap.trainer.boxes.inside.frames import STARTED, Connection
 from rolltap.trainer.descriptors import raise_limit
 from rolltap.trainer.folders import remove_folder
@@ -30,7 +30,7 @@ _YOUNG_SECONDS = 60.0
 
 
 def sweep(own: Path) -> None:
-    """Remove the folders of this user's agents that were killed: nobody has their locks."""
+    """Remove the folders of this user's far sides that were killed: nobody has their locks."""
     for folder in own.parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
@@ -73,7 +73,7 @@ async def _connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Stre
 
 
 async def main(place: Path) -> None:
-    """Serve the connection until it ends. `place` is the folder of this agent."""
+    """Serve the connection until it ends. `place` is the folder of this far side."""
     async with _connected() as (reader, writer):
         writer.write(STARTED + os.fsencode(f"{place}\n"))
         await Connection(reader, writer, serve).run()

@@ -1,4 +1,4 @@
-"""Requests of a stream to the agent: a check, a digest, a copy, or a box and its programs."""
+"""Requests of a stream to the far side: a check, a digest, a copy, or a box and its programs."""
 
 import asyncio
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.boxes.agent.relay import relayed
 from rolltap.trainer.boxes.choose import make_runtime
+from rolltap.trainer.boxes.far_side.relay import relayed
 from rolltap.trainer.boxes.hiding import HidingRuntime
 from rolltap.trainer.boxes.inside.archive import (
     TooMuchError,
@@ -50,7 +50,7 @@ async def serve(stream: Stream) -> None:
     except (OSError, RolltapError) as error:
         await stream.send({"error": _told(error)})
     except Exception as error:
-        await stream.send({"error": {"text": f"the agent on that machine failed: {error!r}"}})
+        await stream.send({"error": {"text": f"rolltap on that machine failed: {error!r}"}})
 
 
 def _make_runtime(settings: Mapping[str, Any]) -> Runtime:

@@ -19,7 +19,7 @@ from typing import Self
 import psutil
 
 from rolltap.addons.concurrency import finished_in
-from rolltap.trainer.boxes.engines.engine import Engine, call
+from rolltap.trainer.boxes.containers.engine import Engine, call
 from rolltap.trainer.boxes.hiding import HidingRuntime
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason
 from rolltap.trainer.boxes.supervised import Output, Supervised, readable, start, written_to

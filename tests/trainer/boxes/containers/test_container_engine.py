@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines import find
-from rolltap.trainer.boxes.engines.engine import call
-from rolltap.trainer.boxes.engines.find import find_engine
-from rolltap.trainer.boxes.engines.images import copy_from_root_folder, path_digest
-from rolltap.trainer.boxes.engines.podman import ContainerEngine
+from rolltap.trainer.boxes.containers import find
+from rolltap.trainer.boxes.containers.engine import call
+from rolltap.trainer.boxes.containers.find import find_engine
+from rolltap.trainer.boxes.containers.images import copy_from_root_folder, path_digest
+from rolltap.trainer.boxes.containers.podman import ContainerEngine
 from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.engines.box import EngineBox
-from rolltap.trainer.boxes.engines.find import find_engine
-from rolltap.trainer.boxes.engines.images import (
+from rolltap.trainer.boxes.containers.box import EngineBox
+from rolltap.trainer.boxes.containers.find import find_engine
+from rolltap.trainer.boxes.containers.images import (
     copy_from_image,
     copy_from_root_folder,
     image_id,
     is_root_folder,
     path_digest,
 )
-from rolltap.trainer.boxes.engines.podman import ContainerEngine
+from rolltap.trainer.boxes.containers.podman import ContainerEngine
 from rolltap.trainer.boxes.hiding import HidingRuntime, require_narrow
 from rolltap.trainer.boxes.runtime import BoxSpec
 from rolltap.trainer.tasks.task import Build
@@ -101,7 +101,7 @@ class ContainerRuntime(HidingRuntime):
     async def build(self, image: str, build: Build, log: Path) -> None:
         """Build an image, unless it is there. See `build_image`."""
         # a machine that only has boxes builds none, and lacks what this imports
-        from rolltap.trainer.boxes.engines.build import build_image
+        from rolltap.trainer.boxes.containers.build import build_image
 
         engine = await asyncio.to_thread(self._engine)
         await build_image(engine.command, image, build, log)

@@ -1,7 +1,7 @@
 import asyncio
 import socket
 
-from rolltap.trainer.boxes.agent import relay
+from rolltap.trainer.boxes.far_side import relay
 
 
 async def test_a_box_has_a_bounded_number_of_connections(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.rows import printable
-from rolltap.trainer.boxes.engines.engine import call
+from rolltap.trainer.boxes.containers.engine import call
 from rolltap.trainer.boxes.supervised import run_supervised
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.tasks.task import Build

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 CONNECTIONS = 128
-"""Most connections of a box. The agent has two descriptors for each."""
+"""Most connections of a box. The far side has two descriptors for each."""
 _BACKLOG = 128
-"""Connections of a box that wait until the agent accepts them."""
+"""Connections of a box that wait until the far side accepts them."""
 _CHUNK = 64 << 10
 
 

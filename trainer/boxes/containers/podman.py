@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.boxes.engines.engine import KEEPER, Engine, mount_options
-from rolltap.trainer.boxes.engines.images import is_root_folder
+from rolltap.trainer.boxes.containers.engine import KEEPER, Engine, mount_options
+from rolltap.trainer.boxes.containers.images import is_root_folder
 from rolltap.trainer.boxes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits
 
