@@ -145,7 +145,8 @@ class AsyncClient:
     async def wait(self, id: str, timeout: float | None = None) -> GroupView:
         """Return a group when all its sessions have ended.
 
-        Raises `TimeoutError` after `timeout` seconds.
+        Raises `TimeoutError` after `timeout` seconds, and `ServiceError` for a group that is not
+        run: its message has the group's `problem`.
         """
         path = f"{_group_path(id)}?wait={_WAIT_SECONDS}"
         async with asyncio.timeout(timeout):
@@ -153,6 +154,8 @@ class AsyncClient:
                 view = GroupView.model_validate(await self._ask("GET", path))
                 if view.ended_at is not None:
                     return view
+                if view.problem is not None and view.state == "open":
+                    raise ServiceError(f"the group {id} is not run: {view.problem}")
 
     async def events(self, after: str | None = None) -> AsyncIterator[Event]:
         """Yield the service's events after a cursor, without end.

@@ -196,13 +196,15 @@ class Groups:
         return self.book.view(name)
 
     async def wait(self, name: str, seconds: float) -> GroupView:
-        """Return a group when it has ended, or after so many seconds.
+        """Return a group when it has ended, or after so many seconds; at once, when it is not run
+        because of its `problem`.
 
         Raises `KeyError` for an unknown name.
         """
-        if name in self.book.open:
+        group = self.book.open.get(name)
+        if group is not None and (group.problem is None or self.book.accepted[name].cancelled):
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.book.open[name].over.wait(), seconds)
+                await asyncio.wait_for(group.over.wait(), seconds)
         return self.view(name)
 
     async def publish(self, request: PolicyRequest) -> Policy:

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -13,6 +14,10 @@ import pytest
 import rolltap
 from rolltap.errors import InputError, ServiceError
 from rolltap.trainer.service import client as module
+from rolltap.trainer.service.app import make_app
+from rolltap.trainer.service.groups import Groups
+from rolltap.trainer.service.requests import GroupRequest
+from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import Answer, Say
 from tests.trainer.service.relay import relay
 
@@ -69,6 +74,20 @@ async def test_a_group_is_submitted_waited_for_and_read(client):
     assert (again.ended_at, again.sessions) == (ended.ended_at, ended.sessions)
     waited = await client.wait(view.id)
     assert (waited.ended_at, waited.sessions) == (ended.ended_at, ended.sessions)
+
+
+async def test_a_wait_for_a_group_that_is_not_run_raises_its_problem(tmp_path):
+    worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
+    for instruction in ("go", "stop"):  # the task changes before the second start
+        task = Task(id="words", instruction=instruction, evaluate=["true"])
+        groups = Groups(worker, [task], most=9, share=0.5)
+        await groups.load()
+        await groups.submit(GroupRequest(id="a", task="words", sessions=1))
+        groups.journal.close()
+    client = rolltap.AsyncClient("http://service", "token")
+    client._http._transport = httpx.ASGITransport(make_app(groups, "token"))
+    with pytest.raises(ServiceError, match=r"the group a is not run: .* another content now"):
+        await client.wait("a", timeout=60)
 
 
 async def test_all_that_a_group_can_have_is_sent(client, scripted):
