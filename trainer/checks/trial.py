@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +29,7 @@ from rolltap.trainer.judges.judge import judge, on_copy
 from rolltap.trainer.judges.layout import JudgeJob, apply_patch
 from rolltap.trainer.judges.protected import judges_of, own_files, reachable_files
 from rolltap.trainer.judges.verdict import Judged, best_reward
-from rolltap.trainer.rollouts.check import fit_tasks, kept_check
+from rolltap.trainer.rollouts.check import build_images, fit_tasks, kept_check, why_not_tried
 from rolltap.trainer.rollouts.preparation import Starts
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import LLMJudge, Task
@@ -95,11 +96,12 @@ async def try_tasks(
     runtime.check()
     rooms = asyncio.Semaphore(concurrency)
     places = asyncio.Semaphore(concurrency)
+    builds: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
     ended: list[str] = []
 
     async def attempt(task: Task) -> TaskCheck:
         async with rooms:
-            found = await _try(task, runtime, work / task.id, places)
+            found = await _try(task, runtime, work / task.id, places, builds)
         ended.append(task.id)
         advance("tasks", len(ended), len(tasks))
         return found
@@ -113,16 +115,19 @@ async def _try(
     runtime: Runtime,
     work: Path,
     places: asyncio.Semaphore,
+    builds: Mapping[str | None, asyncio.Lock],
 ) -> TaskCheck:
+    """Try a task. `builds` has a lock for each image: one that several tasks have is built once."""
     try:
         (task,) = fit_tasks([task], runtime)
-        if any(isinstance(spec, LLMJudge) for spec in judges_of(task.effective_judge)):
-            raise InputError(
-                "a model judges it, and these cheats are for programs: read its reasons",
-            )
+        why = why_not_tried(task, runtime)
+        if why is not None:
+            raise InputError(why)
         check_judges([task], "")
         digest = await asyncio.to_thread(task.digest)
         kept = await asyncio.to_thread(kept_check, task, digest, runtime.name)
+        async with builds[task.image]:
+            (task,) = await build_images([task], runtime, kept.parent, at_once=1)
         (work / "logs").mkdir(parents=True)
         start = await Starts(work / "starts", runtime).of(task)
         found = await _Trial(

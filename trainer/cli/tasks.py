@@ -35,6 +35,7 @@ _OPTIONS = (
     "tools",
     "container_engine",
     "container_arguments",
+    "build",
     "ssh",
     "ssh_kind",
     "ssh_python",
@@ -99,7 +100,7 @@ def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
     metavar="ID",
     help="Id of a session to judge. By default all sessions are judged. Repeatable.",
 )
-@partial(rollout_options, only=(*_OPTIONS, "build"))
+@partial(rollout_options, only=_OPTIONS)
 @_concurrency_option
 @json_option
 def judge_command(run: Path, as_json: bool, **given: Any) -> None:

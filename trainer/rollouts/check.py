@@ -25,7 +25,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.tasks.bounds import ARGUMENT_BYTES
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
-from rolltap.trainer.tasks.task import Build, CommandJudge, LLMJudge, PytestJudge, Task
+from rolltap.trainer.tasks.task import Build, CommandJudge, LLMJudge, PytestJudge, PythonJudge, Task
 
 logger = logging.getLogger(__name__)
 
@@ -75,30 +75,59 @@ def kept_check(task: Task, digest: str, runtime: str) -> Path:
     return cache / "rolltap" / "checks" / f"{name}.json"
 
 
-def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str], runtime: str) -> None:
+def why_not_tried(task: Task, runtime: Runtime) -> str | None:
+    """Return why `rolltap tasks check` cannot try a task in a runtime, None if it can."""
+    for judge in judges_of(task.effective_judge):
+        if isinstance(judge, LLMJudge):
+            return "a model judges it, and these cheats are for programs: read its reasons"
+        if not isinstance(judge, PythonJudge) and judge.allow and runtime.isolated:
+            return (
+                f"its judge may reach {judge.allow[0]} ('allow'), and only the recorder of a"
+                " rollout leads there"
+            )
+    return None
+
+
+def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str], runtime: Runtime) -> None:
     """Warn of tasks that `rolltap tasks check` did not try in a runtime, or in which it found
-    something.
+    something. Those that it cannot try are left out.
 
     `digests` are those of the tasks by their ids.
     """
     unchecked: list[str] = []
     weak: list[str] = []
+    advice = f"rolltap tasks check TASKS --runtime {runtime.name}"
+    building = ""
     for task in tasks:
-        try:
-            kept = kept_check(task, digests[task.id], runtime).read_text(encoding="utf-8")
-            if not json.loads(kept)["passed"]:
-                weak.append(task.id)
-        except InputError:  # a rollout needs no solution
+        if why_not_tried(task, runtime):
+            continue
+        passed = _passed(task, digests[task.id], runtime)
+        if passed:
+            continue
+        if passed is None:
             unchecked.append(task.id)
-        except (OSError, ValueError, LookupError, TypeError):  # nothing is kept, or no answer
-            unchecked.append(task.id)
+        else:
+            weak.append(task.id)
+        if task.build is not None:
+            building = " --build"
     told = []
     if unchecked:
         told.append(f"tasks not tried with cheats: {some(unchecked)}")
     if weak:
         told.append(f"tasks with findings: {some(weak)}")
     if told:
-        logger.warning("%s: run `rolltap tasks check TASKS --runtime %s`", "; ".join(told), runtime)
+        logger.warning("%s: run `%s%s`", "; ".join(told), advice, building)
+
+
+def _passed(task: Task, digest: str, runtime: Runtime) -> bool | None:
+    """Return False if `rolltap tasks check` found something in a task, None if it was not tried."""
+    try:
+        kept = kept_check(task, digest, runtime.name).read_text(encoding="utf-8")
+        return bool(json.loads(kept)["passed"])
+    except InputError:  # the solution is not there, and a rollout needs none
+        return None
+    except (OSError, ValueError, LookupError, TypeError):  # nothing is kept, or no answer
+        return None
 
 
 def fit_tasks(

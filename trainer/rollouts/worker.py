@@ -284,7 +284,7 @@ async def roll_out(
         sessions = SessionTable(run)
         recorded = Recorded(sessions.refresh().values())
         keys = await worker.keys(fitting, weights)
-        await asyncio.to_thread(warn_of_unchecked, fitting, worker.digests, worker.runtime.name)
+        await asyncio.to_thread(warn_of_unchecked, fitting, worker.digests, worker.runtime)
         groups = []
         for task, key in zip(fitting, keys, strict=True):
             groups.append(recorded.group(task, key, worker.config.sessions, further=new_groups))

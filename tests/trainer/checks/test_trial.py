@@ -2,12 +2,16 @@
 
 import json
 import logging
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 import rolltap
 from rolltap.errors import InputError
 from rolltap.trainer.boxes.hiding import private_paths
+from rolltap.trainer.boxes.process import ProcessRuntime
+from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.checks import trial
 from rolltap.trainer.checks.cheats import CHEATS
 from rolltap.trainer.rollouts.check import kept_check, warn_of_unchecked
@@ -212,6 +216,40 @@ def several(model):
     )
 
 
+class Builder(ProcessRuntime):
+    """A runtime that builds images, unless the Dockerfile fails. Its boxes are processes."""
+
+    name = "container"
+    builds = True
+
+    def __init__(self):
+        self.images = []
+
+    def copy_out(self, image, workdir, dest):
+        raise AssertionError("the tasks have workspaces")
+
+    async def build(self, image, build, log):
+        if "fails" in (build.folder / "Dockerfile").read_text():
+            raise InputError("its image cannot be built: exit 1")
+        self.images.append(image)
+
+    @asynccontextmanager
+    async def box(self, spec):
+        assert spec.image in self.images
+        async with super().box(replace(spec, image=None)) as box:
+            yield box
+
+
+def test_an_image_is_built_before_its_task_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "CHEATS", [])
+    write(tmp_path, {"good/Dockerfile": "FROM x", "bad/Dockerfile": "RUN fails"})
+    task = make_task(tmp_path, gold_patch=PATCH, build={"folder": tmp_path / "good"})
+    other = make_task(tmp_path, id="bad", build={"folder": tmp_path / "bad"})
+    good, bad = check(task, other, runtime=Builder())
+    assert (good.passed, good.solution) == (True, 1.0)
+    assert "its image cannot be built: exit 1" in bad.wrong[0]
+
+
 def test_a_task_that_cannot_be_loaded_is_one_of_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "CHEATS", [])
     (tmp_path / "answer").mkdir()
@@ -264,12 +302,13 @@ def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(
     digests |= {"other": right.digest(), "gone": right.digest()}
     assert json.loads(kept_check(right, digests[right.id], "process").read_text())["passed"]
     with caplog.at_level(logging.WARNING):
-        warn_of_unchecked([right], digests, "process")
+        warn_of_unchecked([right], digests, ProcessRuntime())
         assert not caplog.records
         # another solution of a task that was tried is not tried, and a rollout needs none
-        warn_of_unchecked([right, wrong, other, gone], digests, "process")
-        warn_of_unchecked([right, wrong], digests, "process")
-        warn_of_unchecked([right], digests, "sandbox")  # which holds what another runtime does not
+        warn_of_unchecked([right, wrong, other, gone], digests, ProcessRuntime())
+        warn_of_unchecked([right, wrong], digests, ProcessRuntime())
+        # a sandbox holds what another runtime does not
+        warn_of_unchecked([right], digests, SandboxRuntime())
     assert [record.message for record in caplog.records] == [
         (
             "tasks not tried with cheats: other, gone; tasks with findings: u: "
@@ -278,3 +317,20 @@ def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(
         "tasks with findings: u: run `rolltap tasks check TASKS --runtime process`",
         "tasks not tried with cheats: t: run `rolltap tasks check TASKS --runtime sandbox`",
     ]
+
+
+def test_a_rollout_names_the_build_in_its_warning_and_no_task_that_cannot_be_tried(
+    tmp_path, caplog
+):
+    write(tmp_path, {"image/Dockerfile": "FROM x"})
+    model = several(LLMJudge(rubric="r", url="http://127.0.0.1:1", model="m"))
+    built = make_task(tmp_path, id="built", build={"folder": tmp_path / "image"})
+    judged = make_task(tmp_path, id="judged", judge=model)
+    asks = make_task(tmp_path, id="asks", judge=command("true", allow=["pypi.org"]))
+    digests = {"built": "1", "judged": "2", "asks": "3"}
+    with caplog.at_level(logging.WARNING):
+        warn_of_unchecked([judged, asks], digests, SandboxRuntime())
+        assert not caplog.records
+        warn_of_unchecked([built, judged, asks], digests, Builder())
+    told = "tasks not tried with cheats: built, asks: run `rolltap tasks check TASKS"
+    assert caplog.messages == [f"{told} --runtime container --build`"]

@@ -68,6 +68,11 @@ def test_strong_tasks_have_the_exit_status_0_and_json_has_all(check):
     }
 
 
+def test_the_build_of_images_is_an_option_that_needs_a_runtime_with_images(check):
+    ended = check("--build", strong=["true"])
+    assert "build = True has no meaning with runtime" in str(ended.exception)
+
+
 def test_a_line_that_is_no_task_is_told_by_its_line_and_has_no_row(check, tmp_path):
     check(weak=["true"])
     file = tmp_path / "tasks.jsonl"
