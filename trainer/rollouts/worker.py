@@ -48,8 +48,9 @@ system call while other threads copy folders and look at boxes; Python's own is 
 
 
 class Worker:
-    """Runs groups of sessions into the run folder `out`. A context manager, sync or async. It may be
-    entered again when it has been left: a service does so when a recorder died.
+    """Runs groups of sessions into the run folder `out`. A context manager, sync or async.
+
+    It may be entered again when it has been left: a service does so when a recorder died.
 
     Entering takes the folder's lock, starts the recorder, and gives a row to the sessions that a
     killed rollout left without one. `harness` is a harness, the name of a preset, or the path of a
@@ -72,8 +73,8 @@ class Worker:
     ) -> None:
         unused = config.model_fields_set & set(RUNTIME_SETTINGS)
         if runtime is not None and unused:
-            own = "a runtime that you made: give it to that runtime"
-            raise InputError(f"{min(unused)} has no meaning with {own}")
+            fix = "give it to the constructor of your runtime"
+            raise InputError(f"{min(unused)} is for runtimes that are chosen by name: {fix}")
         self.config = config
         self.runtime = runtime or config.make_runtime()
         self.harness = harness if isinstance(harness, Harness) else Harness.load(str(harness))
@@ -310,7 +311,7 @@ def given_tasks(
     if isinstance(tasks, Task):
         raise InputError("tasks is one task: give a list")
     if not tasks:
-        raise InputError("the list of tasks is empty")
+        raise InputError("the list of tasks is empty: give at least one")
     for task in tasks:
         if not isinstance(task, Task):
             fix = "give rolltap.Task objects, or the path of a task file"
