@@ -84,8 +84,9 @@ def layered(shown: Iterable[Path], hidden: Iterable[Path]) -> dict[Path, bool]:
     for path in hidden:
         if wanted.get(path):
             raise InputError(
-                f"a session needs {path}, and must not see it: it is of a run, a task, or your"
-                " home: install the program in a folder of its own, or name narrower tool folders"
+                f"a session needs {path}, and must not see it, because it belongs to a run, a task"
+                " or your home. Either install the program in a folder of its own elsewhere, or let"
+                " --tools name only folders that the program needs"
             )
         wanted[path] = False
     layers: dict[Path, bool] = {}

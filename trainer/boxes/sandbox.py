@@ -163,7 +163,9 @@ def _require_no_link(spec: BoxSpec) -> None:
 _COMMON = ("bash", "git", "node", "python", "python3")
 """Programs that tools of agents and judges start: seen in every box, from where the PATH has them.
 """
-_INSTALL = "apt-get install bubblewrap (0.8 or newer), or choose another --runtime"
+_INSTALL = (
+    "install bubblewrap 0.8 or newer (apt-get install bubblewrap), or choose another --runtime"
+)
 
 
 class SandboxBox:
@@ -342,7 +344,7 @@ class SandboxRuntime(HidingRuntime):
         workspace."""
         if spec.image is not None:
             raise InputError(
-                f"the runtime sandbox has no images, and the task needs {spec.image}: --runtime"
+                f"the runtime sandbox has no images, and the task needs {spec.image}: use --runtime"
                 " container"
             )
         for tool in self.tools:

@@ -79,7 +79,7 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
     harness = ["--harness", str(folder / "agent.toml")]
     console = plain_console()
     console.print(f"{folder} has a task and its judge, a preset and a recipe.")
-    console.print("Next, with an engine from `serve` on:")
+    console.print("Run these in this order; the last two need the engine that `serve` starts:")
     for line in (
         ["doctor", *harness],
         ["tasks", "check", tasks, "--runtime", runtime],

@@ -273,7 +273,8 @@ def _report_recorded(session: rolltap.Session, facts: Facts, out: Path) -> None:
         reward += f" (exit status {ended} of the evaluator)"
     calls = counted(facts.calls, "model call")
     if facts.uncaptured:
-        calls += f", requests that look like one and were not answered: {facts.uncaptured}"
+        ignored = counted(facts.uncaptured, "unanswered request")
+        calls += f", {ignored} to a path like that of a model call"
     name = session.session_id
     console = plain_console()
     console.print(

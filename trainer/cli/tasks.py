@@ -165,11 +165,13 @@ def _print(checks: list[TaskCheck]) -> None:
             console.print(f"\n{reason}", style="bold red")
         if check.reachable:
             shown = ", ".join(check.reachable[:_FILES_SHOWN])
-            why = "without 'paths' the agent can change what the judge's files name"
-            console.print(f"\n{check.task}: {why}: {shown}")
+            why = f"the agent can change what the judge's files name ({shown})"
+            fix = "set the judge's 'paths' to the files that the agent is to change"
+            console.print(f"\n{check.task}: {why}: {fix}")
         for weakness in check.weaknesses:
-            reward = f"{weakness.reward:g} for {weakness.cheat}"
-            console.print(f"\n{check.task}: {reward}", style="bold red")
+            earned = f"the cheat '{weakness.cheat}' earns {weakness.reward:g}"
+            untouched = f"the untouched start {_reward(check.start)}"
+            console.print(f"\n{check.task}: {earned}, and {untouched}", style="bold red")
             lines = weakness.diff.splitlines()
             more = len(lines) - _DIFF_LINES
             if more > 0:

@@ -94,8 +94,8 @@ def serve_command(model: str, lora_rank: int, max_staleness: int, **how: Any) ->
         console.print(f"vLLM serves {model} at {server.url}", style="bold")
         if lora_rank:
             batch, memory = server.adapter_places
-            places = f"places for adapters: {batch} in a batch, {memory} in memory"
-            console.print(f"{places}, for max_staleness = {max_staleness}")
+            places = f"{batch} adapters in a batch and {memory} in memory"
+            console.print(f"It has places for {places}, as max_staleness = {max_staleness} needs.")
         console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}")
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
             for problem in examine_model(model, {}).problems:
@@ -235,9 +235,8 @@ def _train(
     else:
         rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal, ray=ray)
     console = plain_console(quiet=not runs_first())
-    console.print(f"trained model: {out / 'model'}")
-    console.print(
-        f"groups, and tokens of each step: {shlex.join(['rolltap', 'inspect', str(out)])}",
-    )
-    console.print("plots: on the page of the next command")
+    inspect = shlex.join(["rolltap", "inspect", str(out)])
+    console.print(f"The trained model is in {out / 'model'}.")
+    console.print(f"This command shows the groups, and the tokens of each step: {inspect}")
+    console.print("The next command shows the plots.")
     console.print(next_line("view", out))

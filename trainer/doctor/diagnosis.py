@@ -52,7 +52,8 @@ class Diagnosis(JupyterMixin):
             return f"{self.seen.program}: {counted(self.problems, 'problem')}."
         captured = f"{counted(len(self.seen.calls), 'call')} captured"
         if not self.seen.continued:
-            return f"{self.seen.program}: {captured}; continuity not tried."
+            untried = "no call continued another, so continuity was not tried"
+            return f"{self.seen.program}: {captured}; {untried}."
         continued = f"{captured}, {len(self.seen.continued)} continued token for token"
         if self.ready:
             return f"{self.seen.program}: ready. {continued}."

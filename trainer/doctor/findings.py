@@ -212,11 +212,12 @@ def _refused(seen: Observed) -> Iterator[Finding]:
         yield Finding(
             "problem",
             f"{_were(count, 'request')} refused. {text}",
-            "The text names what was asked. Switch it off in the program, or choose another API.",
+            "Switch off in the program what the message names, or choose another API.",
         )
     if events := seen.of("hidden"):
         calls = counted(len(events), "call")
-        yield Finding("note", f"In {calls} images became texts which say that they are not shown.")
+        what = "images were replaced by a text, because the model cannot see them."
+        yield Finding("note", f"In {calls} {what}")
     yield from _refused_others(seen)
 
 
@@ -298,18 +299,19 @@ def _tools(seen: Observed) -> Iterator[Finding]:
     names = ", ".join(sorted(tools))
     if seen.tool and seen.tool not in tools:
         text = f"The program never offered a tool {seen.tool}. It offers {names or 'none'}."
-        yield Finding("problem", text)
+        advice = "Name one of these with --tool." if names else ""
+        yield Finding("problem", text, advice)
         return
     untried = all(call.kind == "root" for call in seen.calls)
     if (seen.tools_tried and not untried) or _unanswered(seen) or _cut(seen):
         return
-    text = "It offers the model no tools."
+    text = "The program offers the model no tools."
     advice = "Its calls were captured; nothing was there to continue."
     if called:
         text = f"The model called {' and '.join(sorted(called))}, and no tool's result came back."
         advice = "Does the program accept the arguments? Name another tool: --tool NAME."
     elif tools:
-        text = f"It was offered {len(tools)} tools, and none of them was called: {names}."
+        text = f"The model was offered {counted(len(tools), 'tool')} and called none: {names}."
         advice = (
             "Only a shell is called, or a tool whose name begins with a word such as read, list, "
             "get or search. Name one that only looks: --tool NAME."

@@ -44,7 +44,10 @@ class ModelDiagnosis:
         yield _line("prompts by", writer)
         yield _line("replies by", self.tool_parser or "none")
         yield _line("read", f"{', '.join(read)}; other turns are not written")
-        yield _line("continued", self.refusal or "token for token")
+        continued = "token for token"
+        if self.refusal is not None:
+            continued = f"no: {self.refusal}"
+        yield _line("continued", continued)
         yield _line("stop tokens", ", ".join(stop_tokens))
         for problem in self.problems:
             yield _line("problem", problem, "red")

@@ -560,7 +560,7 @@ def merge_runs(
     """
     require_collection(runs)
     if not runs:
-        raise InputError("the list of runs is empty")
+        raise InputError("the list of runs is empty: give at least one")
     with progress_bar(show=progress) as advance:
         _, left_behind = _merge_runs([Path(run) for run in runs], Path(out), advance)
     return Run(out), left_behind

@@ -92,7 +92,7 @@ def train_offline(
     """
     require_collection(runs)
     if not runs:
-        raise InputError("the list of runs is empty")
+        raise InputError("the list of runs is empty: give at least one")
     out = Path(out)
     read = None
     if runs_first():

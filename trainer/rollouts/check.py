@@ -29,6 +29,11 @@ from rolltap.trainer.tasks.task import Build, CommandJudge, LLMJudge, PytestJudg
 
 logger = logging.getLogger(__name__)
 
+_SET_PATHS = (
+    "Set the judge's 'paths' to the files that the agent is to change; all others are then the"
+    " judge's"
+)
+
 
 def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
     """Tell `say` what every engine of a recorder serves, and return the version of the weights.
@@ -48,7 +53,8 @@ def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
         say(str(status))
         if status.max_model_len < 1:
             raise EngineError(
-                f"the engine at {status.url} has a context window of {status.max_model_len} tokens"
+                f"the engine at {status.url} has a context window of {status.max_model_len}"
+                " tokens: restart it with --max-model-len"
             )
         warning = status.mismatch(policy)
         if warning:
@@ -56,7 +62,8 @@ def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
     if len({(status.model, status.version) for status in found}) > 1:
         served = [f"{each.url}: {each.version or 'unknown'} of {each.model}" for each in found]
         logger.warning(
-            "the engines serve different weights (%s): their sessions are in one group",
+            "the engines serve different weights (%s), and their sessions are in one group: publish"
+            " the same weights to all, or give one --engine",
             "; ".join(served),
         )
     return ",".join(sorted({status.version or "unknown" for status in found}))
@@ -239,11 +246,11 @@ def _refusals(task: Task, runtime: Runtime, harness: Harness | None) -> Iterator
     own_paths = any(isinstance(judge, CommandJudge) and judge.own_paths for judge in judges)
     if task.needs_network is not None and (runtime.isolated or own_paths):
         why = (
-            f" needs a network: {task.needs_network}. With the runtimes sandbox, container and"
-            " apptainer a session reaches the recorder only, and its judge has no network: name the"
-            " hosts in the judge's 'allow' ('verifier.allowed_hosts' of a Harbor task), or build an"
-            " image that has what is downloaded, name it as the task's image"
-            " ('environment.docker_image'), and remove the downloads from the task"
+            f" needs a network: {task.needs_network}. With every runtime but process a session"
+            " reaches the recorder only, and its judge has no network. Either name the hosts in the"
+            " judge's 'allow' ('verifier.allowed_hosts' of a Harbor task), or build an image that"
+            " has what is downloaded, name it as the task's image ('environment.docker_image'), and"
+            " remove the downloads from the task"
         )
         if not own_paths:
             why += ", or use the runtime process"
@@ -285,15 +292,14 @@ def _undecided_files(task: Task, judge: OneJudge) -> Iterator[str]:
     for shared in ambiguous(_start_files(task), task, judge):
         yield (
             f": the judge's command names {shared}, and the instruction does too: is it the judge's"
-            " or the agent's? Say paths: the judge's 'paths' lists what the agent is to change"
+            f" or the agent's? {_SET_PATHS}"
         )
     if task.workspace is None:
         return
     for computed in computed_makefiles(task.workspace, _start_files(task), judge):
         yield (
             f": the judge runs make, and {computed} computes names of targets or includes: any new"
-            " file may decide for it. Say paths: the judge's 'paths' lists what the agent is to"
-            " change"
+            f" file may decide for it. {_SET_PATHS}"
         )
 
 

@@ -233,7 +233,7 @@ def _without_recorders(run: Path, stopped: Callable[[], bool]) -> Iterator[int]:
                 return
         if stopped() or time.monotonic() >= until:
             program = "its mitmdump has ended (with --ray, also its actor Writer)"
-            raise RunError(f"{what}: start again when {program}, or kill that")
+            raise RunError(f"{what}: start again when {program}, or kill that process")
         if not waits:
             logger.warning("%s: waiting for its end, at most %g s", what, LEFT_SECONDS)
             waits = True

@@ -58,9 +58,10 @@ from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.traces.facts import Facts
 
 _STOPPED: dict[StopReason, str] = {
-    "memory": "stopped: its programs used more memory than the limit",
-    "processes": "stopped: it had more processes than the limit",
-    "disk": "stopped: it wrote more than the limit of its disk",
+    "memory": "stopped: its programs used more memory than the limit, 'limits.memory_gib' of"
+    " the task",
+    "processes": "stopped: it had more processes than the limit, 'limits.processes' of the task",
+    "disk": "stopped: it wrote more than the limit of its disk, 'limits.disk_gib' of the task",
 }
 _SHOWN: tuple[Phase, ...] = ("preparing", "ready", "running", "judging")
 """Phases that the progress line counts."""
@@ -117,7 +118,8 @@ def outcome(ended: Ended, timeout: float, facts: Facts, judged: Judged | None) -
 def _ending(ended: Ended, timeout: float) -> tuple[SessionStatus, str | None]:
     """Return the status by the end of the harness alone, and why it is not `completed`."""
     if ended.stopped == "timeout":
-        return "timeout", f"stopped after {timeout:g} s"
+        limit = f"{timeout:g} s, the limit of --timeout or of the task's 'timeout'"
+        return "timeout", f"stopped after {limit}"
     if ended.stopped is not None:
         return "failed", _STOPPED[ended.stopped]
     if ended.status is None:

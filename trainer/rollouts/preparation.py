@@ -107,8 +107,8 @@ class Starts:
             elif task.image is not None and not task.image_optional:
                 if not isinstance(self._runtime, ImageRuntime):
                     raise InputError(
-                        f"the runtime {self._runtime.name} has no images, and it starts in"
-                        f" {task.image}"
+                        f"the task starts in the image {task.image}, and the runtime"
+                        f" {self._runtime.name} has no images: use --runtime container"
                     )
                 await in_folder_thread(self._runtime.copy_out, task.image, task.workdir, source)
                 await in_folder_thread(_make_start_of_image, source, target, task.commit)
@@ -280,5 +280,6 @@ async def prepared(
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise OSError(f"it could not be prepared in {seconds:g} s") from error
+            what = f"it was not prepared within {seconds:g} s: raise --preparing-timeout"
+            raise OSError(what) from error
         yield job, box

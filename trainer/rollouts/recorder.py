@@ -378,8 +378,8 @@ def _require_end(session: Session) -> None:
     if not math.isfinite(session.reward):
         raise InputError(f"{where} the reward {session.reward} is not finite")
     if session.status in UNREWARDED:
-        both = f"the status {session.status} and the reward {session.reward}"
-        raise InputError(f"{where} it has {both}")
+        rule = f"a session with the status {session.status} has no reward"
+        raise InputError(f"{where} {rule}: leave out its reward of {session.reward}")
 
 
 def _has_ca(confdir: Path) -> bool:

@@ -201,12 +201,13 @@ def resume_lines(
     for group, rest in zip(groups, missing, strict=True):
         used += len(group.session_ids) - len(rest.session_ids)
     if used:
-        lines.append(f"resumes {run}: {used} sessions have ended and are used again")
+        ended = counted(used, "session")
+        lines.append(f"the rollout in {run} goes on with {ended} that ended before")
     begun = [group for group in groups if recorded.has(group)]
     if further and begun:
         lines.append(
-            f"completes {len(begun)} groups of which sessions are missing, and begins no further"
-            " ones: rerun for these"
+            f"sessions are missing from {counted(len(begun), 'group')}: they are run first; run the"
+            " same command again for further groups"
         )
     keys = group_keys(run)
     new = 0
@@ -219,7 +220,8 @@ def resume_lines(
         changed.update(parts)
     if new:
         names = ", ".join(sorted(changed))
-        lines.append(f"begins new groups of {counted(new, 'task')}: {names} changed")
+        tasks = counted(new, "task")
+        lines.append(f"new groups begin for {tasks}, because these changed: {names}")
     return lines
 
 

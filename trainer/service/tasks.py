@@ -50,7 +50,9 @@ def requested_task(
     if isinstance(request.task, str):
         if request.task not in tasks:
             known = some([*tasks])
-            raise InputError(f"'task' is {request.task!r}, which is not loaded; there are {known}")
+            raise InputError(
+                f"'task' is {request.task!r}, which is not loaded; the service has {known}"
+            )
         return tasks[request.task]
     task = Task(**request.task)
     if task.id in tasks:

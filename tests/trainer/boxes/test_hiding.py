@@ -33,7 +33,7 @@ def test_what_is_nearest_above_a_file_says_whether_it_is_seen(shown, hidden, exp
 
 def test_what_is_needed_and_private_is_refused():
     with pytest.raises(
-        InputError, match=r"a session needs /a/b, and must not see it: .*install the program"
+        InputError, match=r"a session needs /a/b, and must not see it, .*install the program"
     ):
         layered([Path("/a"), Path("/a/b")], [Path("/a/b")])
 

@@ -32,7 +32,8 @@ def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
                 [sys.executable, AGENT, "toolless"],
                 3,
                 [
-                    f"{sys.executable}: 1 call captured; continuity not tried.\n",
+                    f"{sys.executable}: 1 call captured; no call continued another, so"
+                    " continuity was not tried.\n",
                     (
                         f"next: rolltap record --model MODEL --out runs/first -- {sys.executable}"
                         f" {AGENT} toolless\n"

@@ -338,7 +338,7 @@ POST = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'m
         ),
         (
             [sys.executable, "-c", POST],
-            ["0 model calls, requests that look like one and were not answered: 1. See"],
+            ["0 model calls, 1 unanswered request to a path like that of a model call. See"],
             "POST api.example.com/v9/messages (refused: did you mean /v1/messages?)",
         ),
     ],

@@ -47,8 +47,8 @@ def test_a_weak_task_is_in_the_table_with_the_cheat_its_diff_and_what_to_do(chec
         if "│" in line
     ]
     assert rows == [["weak", "0", "none", "1", "1"], ["strong", "0", "none", "1", "0"]]
-    words = f"weak: 1 for {EXIT}\n    --- a/calc.py\n    +++ b/calc.py\n"
-    assert words in ended.stdout
+    words = f"weak: the cheat '{EXIT}' earns 1, and the untouched start 0\n"
+    assert f"{words}    --- a/calc.py\n    +++ b/calc.py\n" in ended.stdout
     assert "\n  To mend it: run the agent's code as a child process" in ended.stdout
 
 

@@ -126,9 +126,9 @@ class TestStart:
             r"\ntrained 2 steps in 0:\d\d:\d\d, reward \d\.\d{3} at first and", ended.output
         )
         last = [
-            f"trained model: {run / 'model'}",
-            f"groups, and tokens of each step: rolltap inspect {run}",
-            "plots: on the page of the next command",
+            f"The trained model is in {run / 'model'}.",
+            f"This command shows the groups, and the tokens of each step: rolltap inspect {run}",
+            "The next command shows the plots.",
             f"next: rolltap view {run}",
         ]
         assert ended.output.splitlines()[-4:] == last
@@ -211,7 +211,8 @@ def test_serve_prints_what_other_commands_need_to_know_of_the_key(tmp_path, monk
     command += ["--lora-rank", "8", "--max-staleness", "3"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline() == f"vLLM serves a-model at http://127.0.0.1:{port}\n"
-        places = "places for adapters: 5 in a batch, 11 in memory, for max_staleness = 3\n"
+        adapters = "5 adapters in a batch and 11 in memory"
+        places = f"It has places for {adapters}, as max_staleness = 3 needs.\n"
         assert process.stderr.readline() == places
         (key_file,) = re.fullmatch(
             r"export ROLLTAP_ENGINE_KEY_FILE=(\S+)\n", process.stderr.readline()

@@ -51,7 +51,9 @@ def test_a_program_that_is_captured_and_has_no_history_is_not_called_ready():
     diagnosis = Diagnosis(
         Observed(program="p", calls=[Call(session_id="s", call_id="c", prompt_ids=[1])])
     )
-    assert diagnosis.verdict == "p: 1 call captured; continuity not tried."
+    assert diagnosis.verdict == (
+        "p: 1 call captured; no call continued another, so continuity was not tried."
+    )
     assert (diagnosis.problems, diagnosis.ready, diagnosis.to_json()["ok"]) == (0, False, False)
 
 

@@ -85,7 +85,7 @@ async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypat
 )
 def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, given):
     with pytest.raises(
-        InputError, match=f"{min(given)} has no meaning with a runtime that you made"
+        InputError, match=f"{min(given)} is for runtimes that are chosen by name: give it to"
     ):
         rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **given)
 

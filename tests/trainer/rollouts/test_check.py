@@ -31,7 +31,7 @@ def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_en
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models: no engine answers"):
         check_with(f"{scripted_engine.url}, http://127.0.0.1:9")
     scripted_engine.max_model_len = 0
-    with pytest.raises(EngineError, match="has a context window of 0 tokens"):
+    with pytest.raises(EngineError, match="has a context window of 0 tokens: restart it"):
         check_with(scripted_engine.url)
 
 
@@ -120,7 +120,7 @@ def make_task(**fields):
         (
             {"needs_network": "test.sh, line 3"},
             SANDBOX,
-            r"needs a network: test\.sh, line 3\. With .*process$",
+            r"needs a network: test\.sh, line 3\. With every runtime but process .*use the runtime process$",
         ),
         (
             {"image": "a", "needs_network": "x"},
@@ -168,7 +168,7 @@ def test_a_judge_whose_make_computes_its_targets_is_refused_without_paths(tmp_pa
         (tmp_path / script).write_text("# make sure\ncd . && CC=gcc /usr/bin/make test\n")
     make = {"kind": "command", "command": command, "tests": tmp_path / "tests"}
     with pytest.raises(
-        InputError, match=r"'t' .*runs make, and Makefile computes names .* Say paths"
+        InputError, match=r"'t' .*runs make, and Makefile computes names .* Set the judge's 'paths'"
     ):
         fit_tasks([make_task(workspace=tmp_path, judge=make)], PROCESS)
     (tmp_path / "other.sh").write_text("# make sure\necho make\n")

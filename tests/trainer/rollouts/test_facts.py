@@ -325,7 +325,7 @@ async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play
 
 RECOVERS = "ask('a'); ask('b') == 200 or ask('b'); sys.exit(ask('c') != 200)"
 SLOW = {"timeout": 600.0, "evaluate": ["false"]}
-STOPPED = ("timeout", 0.0, "stopped after 600 s")
+STOPPED = ("timeout", 0.0, "stopped after 600 s, the limit of --timeout or of the task's 'timeout'")
 NOTHING_TO_JUDGE = "no model call was completed, so that there is no reward"
 GOOD, FAILED = ("completed", 1.0, None), ("failed", 1.0, "the harness ended with status 1")
 FAULTLESS = {

@@ -16,7 +16,8 @@ DONE, FAILED, STOPPED = Ended(0), Ended(1), Ended(None, "timeout")
 HALF, NO_PYTEST = Judged(reward=0.5), Judged(unjudged="no pytest")
 EMPTY = "no model call was completed, so that there is no reward"
 BY_STATUS = "the harness ended with status 1"
-OF_MEMORY = "stopped: its programs used more memory than the limit"
+OF_MEMORY = "stopped: its programs used more memory than the limit, 'limits.memory_gib' of the task"
+LATE = "stopped after 60 s, the limit of --timeout or of the task's 'timeout'"
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,10 @@ OF_MEMORY = "stopped: its programs used more memory than the limit"
         (DONE, GOOD, HALF, ("completed", 0.5)),
         (FAILED, GOOD, HALF, ("failed", 0.5, BY_STATUS)),
         (Ended(-9), GOOD, HALF, ("failed", 0.5, "the harness was ended by signal 9")),
-        (STOPPED, GOOD, HALF, ("timeout", 0.5, "stopped after 60 s")),
+        (STOPPED, GOOD, HALF, ("timeout", 0.5, LATE)),
         (Ended(None, "memory"), GOOD, HALF, ("failed", 0.5, OF_MEMORY)),
         (DONE, OVER, HALF, ("budget", 0.5, "budget: 3 calls")),
-        (STOPPED, OVER, HALF, ("budget", 0.5, "budget: 3 calls (stopped after 60 s)")),
+        (STOPPED, OVER, HALF, ("budget", 0.5, f"budget: 3 calls ({LATE})")),
         (DONE, GOOD, NO_PYTEST, ("unjudged", None, "no pytest", "completed")),
         (
             FAILED,
@@ -44,7 +45,7 @@ OF_MEMORY = "stopped: its programs used more memory than the limit"
             ("infrastructure", None, "x (the harness ended with status 0)"),
         ),
         (DONE, Facts(), None, ("completed", None, EMPTY)),
-        (STOPPED, Facts(), None, ("timeout", None, f"{EMPTY} (stopped after 60 s)")),
+        (STOPPED, Facts(), None, ("timeout", None, f"{EMPTY} ({LATE})")),
         (
             FAILED,
             Facts(budget="budget: long"),

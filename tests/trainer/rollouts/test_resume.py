@@ -115,14 +115,14 @@ def test_it_says_what_it_goes_on_with_and_why_not(tmp_path):
     rows = [row(f"t-{KEY}.0-0"), row(f"t-{KEY}.0-1", "cancelled")]
     assert told(tmp_path / "0", [], PARTS) == []
     assert told(tmp_path / "1", rows, PARTS) == [
-        f"resumes {tmp_path / '1'}: 1 sessions have ended and are used again"
+        f"the rollout in {tmp_path / '1'} goes on with 1 session that ended before"
     ]
     changed = {"task": "1", "timeout": "2", "model": "3"}
     assert told(tmp_path / "2", rows, changed) == [
-        "begins new groups of 1 task: model, timeout changed"
+        "new groups begin for 1 task, because these changed: model, timeout"
     ]
     (_, waits) = told(tmp_path / "3", rows, PARTS, further=True)
-    assert waits.startswith("completes 1 groups of which sessions are missing")
+    assert waits.startswith("sessions are missing from 1 group: they are run first")
 
 
 STATUSES = st.sampled_from(

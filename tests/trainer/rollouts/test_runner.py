@@ -194,7 +194,8 @@ async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_pa
         failed, ended = await run([group], context)
         assert (failed.status, failed.error) == (
             "infrastructure",
-            f"the session could not be run: it could not be prepared in {seconds} s",
+            f"the session could not be run: it was not prepared within {seconds} s:"
+            " raise --preparing-timeout",
         )
         if ended.status == "completed":
             break

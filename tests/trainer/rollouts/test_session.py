@@ -116,10 +116,14 @@ async def test_the_time_limit_of_preparing_begins_when_its_copy_does(play, monke
 
 AROUND = "http://127.0.0.1:9"  # the recorder's win
 ENV = {"COLOUR": "blue", "HTTPS_PROXY": AROUND, "https_proxy": AROUND}
-LATE = ("timeout", 1.0, "stopped after 600 s")
+LATE = ("timeout", 1.0, "stopped after 600 s, the limit of --timeout or of the task's 'timeout'")
 NEST = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
 LOOK = ["sh", "-c", "test -s pid || exit 1; ! kill -0 $(cat pid)"]
-STOPPED = ("failed", 1.0, "stopped: it had more processes than the limit")
+STOPPED = (
+    "failed",
+    1.0,
+    "stopped: it had more processes than the limit, 'limits.processes' of the task",
+)
 SESSIONS = {
     "time limit": (
         "test $COLOUR = blue && touch $WORKS && exec sleep 3600",

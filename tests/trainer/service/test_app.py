@@ -46,7 +46,7 @@ WRONG = {
     "no task": ({"sessions": 2}, "'task' is missing"),
     "a task that is not loaded": (
         {"task": "nowhere"},
-        "'task' is 'nowhere', which is not loaded; there are words",
+        "'task' is 'nowhere', which is not loaded; the service has words",
     ),
     "no session": (
         {"task": "words", "sessions": 0},

@@ -181,7 +181,10 @@ async def _start_far_side(
             for _ in range(_LINES_BEFORE):
                 if await client.stdout.readuntil() == STARTED:
                     return _text(await client.stdout.readuntil())
-        raise OSError("it says much and starts no rolltap")
+        raise OSError(
+            f"its login shell printed {_LINES_BEFORE} lines before rolltap started there: let it"
+            " print nothing in logins that are not interactive"
+        )
     except TimeoutError as error:
         why = f"no answer within {_ANSWER_SECONDS:g} s"
         raise _not_reached(machine, errors, why) from error
