@@ -1,4 +1,4 @@
-"""What the nodes of a cluster say of themselves; no Ray runs."""
+"""The facts that nodes of a cluster tell of themselves; no Ray runs."""
 
 import asyncio
 from types import SimpleNamespace
