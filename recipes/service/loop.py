@@ -19,23 +19,17 @@ def train(url: str, token_file: str, out: str, steps: int = 3, sessions: int = 1
     sgd = optim.SGD(weights := [each for each in model.parameters() if each.requires_grad], lr=60)
     for step in range(1, steps + 1):
         groups = [client.submit(task, sessions=sessions) for task in service["tasks"]]
-        ended = [
-            session.session_id for group in groups for session in client.wait(group.id).sessions
-        ]
+        views = [client.wait(group.id) for group in groups]
+        ended = [session.session_id for view in views for session in view.sessions]
         batch = rolltap.open_run(service["run"]).traces().batch(ended)
         for trace in batch.traces:
-            advantage = trace.reward - mean(
-                r.reward for r in batch.rewards.values() if r.group_id == trace.group_id
-            )
-            ids, mask = (
-                tensor(trace.prompt_ids + trace.completion_ids),
-                tensor(trace.completion_mask),
-            )
-            logprobs = (
-                model(ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            )
+            group = [r.reward for r in batch.rewards.values() if r.group_id == trace.group_id]
+            ids = tensor(trace.prompt_ids + trace.completion_ids)
+            logits = model(ids[None, :-1]).logits[0]
+            logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             ratios = (logprobs[len(trace.prompt_ids) - 1 :] - tensor(trace.logprobs)).exp()
-            (-(ratios * mask).sum() * advantage / batch.ledger.trained).backward()
+            trained = (ratios * tensor(trace.completion_mask)).sum()
+            (-trained * (trace.reward - mean(group)) / batch.ledger.trained).backward()
         nn.utils.clip_grad_norm_(weights, 0.005), sgd.step(), sgd.zero_grad()
         publisher.publish(model, f"loop.{step}")
 
