@@ -54,7 +54,7 @@ class HidingRuntime:
                 index += 1
                 if not hidden.startswith(place):
                     break
-                if os.path.exists(hidden):
+                if Path(hidden).exists():  # a path without the separator: it may be a file
                     found[tool / hidden.removeprefix(place)] = None
         return list(found)
 
