@@ -67,7 +67,7 @@ def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, 
         ({"reward": float("nan")}, "session s: the reward nan is not finite"),
         (
             {"status": "infrastructure", "reward": 1.0},
-            "session s: it has the status infrastructure and the reward 1.0",
+            "session s: a session with the status infrastructure has no reward",
         ),
     ],
 )

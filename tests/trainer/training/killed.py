@@ -20,7 +20,8 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,6 @@ in a checkpoint, at the end; with `max_staleness`, among forks."""
 def make_points(points: Points) -> None:
     """Let the loop and the libraries below it pass points."""
     points.around(attempt, "write_atomically", lambda path, _: f"writing {path.name}")
-    points.around(weights, "save", lambda *_: "the policy is saved")
     points.around(weights, "write_policy")
     points.around(Path, "rename", lambda path, _: f"renaming {path.name}")
     points.around(online, "read_batch")
@@ -169,6 +169,16 @@ def make_points(points: Points) -> None:
     points.around(checkpoint, "rotate_checkpoints")
     points.around(loop, "save_finished")
 
+    new_folder = weights.new_folder
+
+    @contextmanager
+    def saving(target: Path) -> Iterator[Path]:
+        points.reach("before the policy is saved")
+        with new_folder(target) as folder:
+            yield folder
+        points.reach("after the policy is saved")
+
+    weights.new_folder = saving
     save, remove, to_json = torch.save, shutil.rmtree, TrainerState.save_to_json
 
     def save_in_two(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
