@@ -14,9 +14,7 @@ run.batch()  # error: attr-defined
 run.traces().batch().traces[0].tokens  # error: attr-defined
 run.export("csv", "out")  # error: arg-type
 rolltap.rollout([], harness="codex", engine="u", model="m")  # error: call-arg
-rolltap.rollout(
-    [], harness="codex", engine="u", model="m", out="o", sessions="8"
-)  # error: arg-type
+rolltap.rollout([], harness="pi", engine="u", model="m", out="o", sessions="8")  # error: arg-type
 rolltap.rollout(["t"], harness="codex", engine="u", model="m", out="o")  # error: list-item
 rolltap.Session(session_id="s", status="done")  # error: arg-type
 rolltap.Recorder("o", engine="u").environment("s")  # error: call-arg
