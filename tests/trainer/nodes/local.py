@@ -110,6 +110,9 @@ class Handle:
     def __getattr__(self, name):
         def remote(*arguments):
             call = asyncio.ensure_future(self._call(name, arguments))
+            # an error that nobody waits for would be logged by the garbage collector, which may run
+            # in any later test
+            call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             self.calls.append(call)
             return asyncio.shield(call)  # it goes on when the driver does not wait any more
 
