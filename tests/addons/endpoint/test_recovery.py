@@ -1,13 +1,12 @@
 """A session is what it was after its recorder was killed, as far as its rows tell."""
 
-import functools
 import itertools
 import json
-import logging
-import operator
 import random
+import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,74 +16,71 @@ from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.dialects.claude_code import normal_arguments
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.endpoint.recovery import Recovery, _last_version
+from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
+from rolltap.addons.store.records import Event, Session, VersionSpan, json_text, utc_now
 from rolltap.addons.store.tables import RunWriter, run_files
 from tests.addons.dialects.test_openai_chat import TOOL
+from tests.addons.endpoint.asking import GEMINI, assistant, refused, system, told, values
 from tests.addons.endpoint.test_retries import OTHERS
 from tests.addons.harness import RETRY, content, said, user, with_result
 from tests.addons.prompts import talks
 from tests.addons.prompts.talks import COMMAND, MARKUP, THINKING, arguments, changed, result, same
 from tests.deep import examples
-from tests.factories import START
+from tests.factories import START, make_call
 from tests.scripted_engine import Answer, Say
 
-NAME = routes.CHAT.NAME
+END = "<|im_end|>"
+DAMAGED = "session s1: the row of a call is damaged"
 
 
 class Recorded(talks.Session):
     """A session whose calls are recorded in a run, as `Generation` records them."""
 
-    def __init__(self, rendering, encode, run, session_id="s1"):
+    dialect = routes.CHAT.NAME
+    rule = None
+
+    def __init__(self, rendering, encode, run):
         super().__init__(rendering, encode)
         write_metadata(run, {})
         self.run = run
         self.writer = RunWriter(run)
-        self.session_id = session_id
-        self.dialect = NAME
+        self.fields = {}
+        """Fields of the next rows that are not those of a completed call of session s1."""
 
-    def ask(self, messages, completion, fields=None, prompt=None):
+    def ask(self, messages, completion, prompt=None):
+        number = len(self.calls)
         reply = super().ask(messages, completion, prompt)
-        prompt, completion_ids = self.calls[-1]
-        parent = prompt.parent
-        call = {
-            "session_id": self.session_id,
-            "call_id": str(len(self.calls) - 1),
-            "prompt_ids": prompt.ids,
-            "completion_ids": completion_ids,
-            "logprobs": [-0.5] * len(completion_ids),
-            "weight_versions": [VersionSpan(version="1", start=0, end=len(completion_ids))],
-            "parent_id": parent.call_id if parent else None,
-            "prefix_length": prompt.prefix_length,
-            "kind": prompt.kind,
-            "kind_reason": prompt.reason,
-            "dialect": self.dialect,
-            "messages": json.dumps(prompt.new_messages, ensure_ascii=False),
-            "tools": None if parent else json.dumps(self.tools, ensure_ascii=False),
-            "reply": json.dumps(reply, ensure_ascii=False),
-            "finished_at": utc_now(),
-        }
-        self.writer.add_call(Call(**{**call, **(fields or {})}))
+        prompt, completion_ids = self.calls[number]
+        call = make_call(
+            number,
+            prompt.ids,
+            completion_ids,
+            session_id="s1",
+            prefix_length=prompt.prefix_length,
+            kind=prompt.kind,
+            kind_reason=prompt.reason,
+            dialect=self.dialect,
+            messages=json_text(prompt.new_messages),
+            reply=json_text(reply),
+            finished_at=utc_now(),
+        )
+        if prompt.parent is None:
+            call.tools = json_text(self.tools)
+        else:
+            call.parent_id = prompt.parent.call_id
+        self.writer.add_call(replace(call, **self.fields))
         return reply
 
     def recovered(self, session_id="s1"):
         """Return the session as another recorder of the same run finds it."""
-        return Recovery(RunWriter(self.run), self.rendering).recover(session_id)
+        recovered = Recovery(RunWriter(self.run), self.rendering).recover(session_id)
+        recovered.index(self.dialect, self.rule)
+        return recovered
 
-    def prompts(self, messages):
-        """Return the prompts of a request, here and after a restart."""
-        request, recovered = self.decode(messages), self.recovered()
-        recovered.index(self.dialect, request.echo_rule)
-        return self.conversations.prompt(request), recovered.conversations.prompt(request)
-
-    def works(self):
-        """Return the next request of a conversation with four calls that think and call a tool."""
-        messages = [user("Hi")]
-        for _ in range(4):
-            reply = self.ask(messages, THINKING + "<|im_end|>")
-            messages += [reply, result(reply)]
-        return messages
+    def after_a_restart(self, messages):
+        """Return the prompt of a request to another recorder of the same run."""
+        return self.recovered().conversations.prompt(self.decode(messages))
 
     def damage(self, written, damaged):
         """Replace bytes of the rows of calls, which have them once."""
@@ -95,9 +91,10 @@ class Recorded(talks.Session):
 
     def assert_continued(self, messages, parent):
         """Assert that a request continues the same call, here and after a restart."""
-        before, after = self.prompts(messages)
-        assert (after.kind, after.parent.call_id) == ("bridged", parent)
-        assert seen(after) == seen(before)
+        after = self.after_a_restart(messages)
+        assert after.kind == "bridged"
+        assert after.parent.call_id == parent
+        assert seen(after) == seen(self.prompt(messages))
 
 
 @pytest.fixture
@@ -106,208 +103,177 @@ def session(rendering, encode, tmp_path):
 
 
 def seen(prompt):
-    return (
-        prompt.kind,
-        prompt.reason,
-        prompt.parent and prompt.parent.call_id,
-        prompt.prefix_length,
-        prompt.ids,
-    )
+    parent = prompt.parent and prompt.parent.call_id
+    return prompt.kind, prompt.reason, parent, prompt.prefix_length, prompt.ids
 
 
-class TestConversations:
-    def test_reasoning_is_restored_from_the_call_that_the_opaque_field_names(self, session):
-        reply = session.ask([user("Hi")], "<think>\nI look.\n</think>\n\nHello.<|im_end|>")
-        echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
-        request = ModelCall("m", [user("Hello"), echo, user("Go on")], session.tools)
-        recovered = session.recovered()
-        recovered.index(NAME)
-        whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
-        assert [*recovered.conversations.prompt(request).ids] == session.rendering.render(
-            whole, session.tools
-        )
+def test_reasoning_is_restored_from_the_call_that_the_opaque_field_names(session):
+    _, reply, _ = session.talk("<think>\nI look.\n</think>\n\nHello.")
+    echo = assistant(reply["content"], call_id="0")
+    request = ModelCall("m", [user(), echo, user("Go on")], session.tools)
+    prompt = session.recovered().conversations.prompt(request)
+    whole = [user(), {**echo, "reasoning_content": "I look."}, user("Go on")]
+    assert [*prompt.ids] == session.rendering.render(whole, session.tools)
 
-    def test_context_is_restored_with_the_call_that_had_it(self, session):
-        messages = [user("Hi"), session.ask([user("Hi")], "Hello.<|im_end|>"), user("Go on")]
-        messages += [{"role": "assistant", "content": "Job 1 has ended."}, user("And?")]
-        messages += [session.ask(messages, "Well.<|im_end|>"), user("Go on")]
-        session.assert_continued(messages, "1")
 
-    @pytest.mark.parametrize("status", ["failed", "aborted"])
-    def test_a_call_that_did_not_complete_is_not_continued(self, session, status):
-        reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"status": status})
-        _, after = session.prompts([user("Hi"), reply, user("Go on")])
-        assert (after.kind, after.parent, after.reason) == ("root", None, "no earlier call")
+@pytest.mark.parametrize("status", ["failed", "aborted"])
+def test_a_call_that_did_not_complete_is_not_continued(session, status):
+    session.fields = {"status": status}
+    after = session.after_a_restart(session.talk("Hello."))
+    assert after.kind == "root"
+    assert after.reason == "no earlier call"
 
-    def test_a_call_with_a_violation_is_continued_as_before(self, session):
-        reply = session.ask(
-            [user("Hi")], "Hello.<|im_end|>", {"violation": "its log-probability 0 is positive"}
-        )
-        session.assert_continued([user("Hi"), reply, user("Go on")], "0")
 
-    def test_a_child_that_was_written_under_an_earlier_name_finds_its_parent(self, session):
-        """The clock was set back between two recorders, so that the files are in the wrong
-        order."""
-        messages = [user("Hi"), session.ask([user("Hi")], "Hello.<|im_end|>"), user("Go on")]
-        session.writer = RunWriter(session.run)
-        session.writer._suffix = "1-1"
-        messages += [session.ask(messages, "Yes.<|im_end|>"), user("More")]
-        assert run_files(session.run, "calls")[0].name.startswith("calls-1-1")
-        session.assert_continued(messages, "1")
+def test_a_call_with_a_violation_is_continued_as_before(session):
+    session.fields = {"violation": "its log-probability 0 is positive"}
+    session.assert_continued(session.talk("Hello."), "0")
 
-    def test_compacted_rows_are_read_too(self, session):
-        messages = session.works()
-        session.writer.close()
-        session.assert_continued(messages, "3")
+
+def test_a_child_that_was_written_under_an_earlier_name_finds_its_parent(session):
+    """The clock was set back between two recorders, so that the files are in the wrong order."""
+    messages = session.talk("Hello.")
+    session.writer = RunWriter(session.run)
+    session.writer._suffix = "1-1"
+    messages += [session.ask(messages, "Yes." + END), user("More")]
+    assert run_files(session.run, "calls")[0].name.startswith("calls-1-1")
+    session.assert_continued(messages, "1")
 
 
 class TestDamage:
     def test_a_damaged_call_and_its_descendants_are_not_continued(self, session, caplog):
-        messages, requests = [user("Hi")], []
-        for text in ("One.", "Two.", "Three."):
-            messages = [*messages, session.ask(messages, f"{text}<|im_end|>"), user("Go on")]
-            requests.append(messages)
-        session.damage(b'"content": "Two."', b'"content": "Six."')
-        with caplog.at_level(logging.WARNING):
-            kinds = [session.prompts(request)[1].kind for request in requests]
+        messages = session.talk("One.", "Two.", "Three.")
+        session.damage(b'"Two."', b'"Six."')
+        kinds = [session.after_a_restart(messages[:end]).kind for end in (3, 5, 7)]
         assert kinds == ["bridged", "rendered", "rendered"]
-        assert "session s1: the row of a call is damaged" in caplog.text
-        assert (
-            "call 2 cannot be continued after a restart: its parent 1 cannot be read" in caplog.text
-        )
+        assert DAMAGED in caplog.text
+        lost = "call 2 cannot be continued after a restart: its parent 1 cannot be read"
+        assert lost in caplog.text
 
     def test_a_time_beyond_all_years_is_damage(self, session, caplog):
-        reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"started_at": START})
-        session.damage(struct.pack("<q", int(START.timestamp()) * 10**6), struct.pack("<q", 2**62))
-        _, after = session.prompts([user("Hi"), reply, user("Go on")])
-        assert after.kind == "rendered"
-        assert "session s1: the row of a call is damaged" in caplog.text
+        messages = session.talk("Hello.")
+        time = struct.pack("<q", int(START.timestamp()) * 10**6)
+        session.damage(time, struct.pack("<q", 2**62))
+        assert session.after_a_restart(messages).kind == "rendered"
+        assert DAMAGED in caplog.text
 
     def test_flipped_bits_anywhere_keep_no_session_from_being_served(self, session):
-        messages = session.works()
+        messages = session.talk(*[THINKING] * 4)
         session.writer.add_event(Event(kind="ended", session_id="s2"))
-        files = [
-            (path, path.read_bytes())
-            for table in ("calls", "events")
-            for path in run_files(session.run, table)
-        ]
+        paths = [*run_files(session.run, "calls"), *run_files(session.run, "events")]
+        sound = {path: path.read_bytes() for path in paths}
         some = random.Random(0)
         kinds = set()
         for _ in range(150):
-            for path, contents in files:
+            for path, contents in sound.items():
                 damaged = bytearray(contents)
                 for _ in range(some.randrange(1, 4)):
                     damaged[some.randrange(len(damaged))] ^= 1 << some.randrange(8)
                 path.write_bytes(damaged)
-            _, after = session.prompts(messages)
+            after = session.after_a_restart(messages)
             kinds.add(after.kind)
             if after.parent is not None:
-                assert [*after.ids[: after.prefix_length]] == session.token_ids(
-                    after.parent.call_id
-                )
-        assert kinds == {
-            "bridged",
-            "rendered",
-            "root",
-        }  # a root when no commit with the session's rows can be read
+                prefix = [*after.ids[: after.prefix_length]]
+                assert prefix == session.token_ids(after.parent.call_id)
+        # a root when no commit with the session's rows can be read
+        assert kinds == {"bridged", "rendered", "root"}
 
     @pytest.mark.parametrize(
         "fields",
         [
             {"messages": "not JSON"},
+            {"messages": "[1]"},
             {"reply": None},
             {"reply": "[}"},
             {"reply": '{"content": null}'},
-            {"messages": "[1]"},
             {"sampling": "?"},
             {"parent_id": "unknown", "prefix_length": 3},
             {"parent_id": "0"},
             {"prefix_length": 1},
         ],
+        ids=str,
     )
     def test_a_row_that_makes_no_sense_is_left_out(self, session, fields):
-        reply = session.ask([user("Hi")], "Hello.<|im_end|>", fields)
-        _, after = session.prompts([user("Hi"), reply, user("Go on")])
-        reason = "message 1 may be the reply of a call that cannot be read"
-        assert (after.kind, after.reason) == ("rendered", reason)
+        session.fields = fields
+        after = session.after_a_restart(session.talk("Hello."))
+        assert after.kind == "rendered"
+        assert after.reason == "message 1 may be the reply of a call that cannot be read"
 
     def test_calls_that_are_each_others_parents_are_left_out(self, session):
-        session.ask([user("One")], "Hello.<|im_end|>", {"parent_id": "1"})
-        session.ask([user("Two")], "Hello.<|im_end|>", {"parent_id": "0"})
-        messages = [user("Hi"), session.ask([user("Hi")], "Yes.<|im_end|>"), user("Go on")]
-        recovered = session.recovered()
-        recovered.index(NAME)
-        assert list(recovered.conversations.history.turns) == ["2"]
+        for parent in ("1", "0"):
+            session.fields = {"parent_id": parent}
+            session.ask([user(f"{parent} is mine")], "Hello." + END)
+        session.fields = {}
+        messages = session.talk("Yes.")
+        assert [*session.recovered().conversations.history.turns] == ["2"]
         session.assert_continued(messages, "2")
 
 
-class TestEchoRule:
-    """Claude Code's echoes lack `cd FOLDER && `. Its rule is not recorded."""
+class Claude(Recorded):
+    """A session of Claude Code, whose echoes lack `cd FOLDER && `. Its rule is not recorded."""
 
-    @pytest.fixture
-    def claude(self, session, monkeypatch):
-        def decode(messages, user_id='{"device_id": "d", "session_id": "s"}'):
-            tool = {"name": "look", "input_schema": {"type": "object"}}
-            request = {
-                "max_tokens": 9,
-                "tools": [tool],
-                "messages": messages,
-                "metadata": {"user_id": user_id},
-            }
-            return routes.MESSAGES.decode(
-                parse_object(json.dumps(request).encode()), "/v1/messages"
-            )
+    dialect = routes.MESSAGES.NAME
+    user_id = '{"device_id": "d", "session_id": "s"}'
 
-        monkeypatch.setattr(session, "decode", decode)
-        session.dialect = routes.MESSAGES.NAME
-        session.tools = decode([user("Hi")]).tools
-        return session
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.tools = self.decode([user()]).tools
+        self.reply = self.ask([user()], COMMAND)
 
-    def echo(self, reply, command):
-        call_id = reply["tool_calls"][0]["id"]
+    def decode(self, messages):
+        request = {
+            "max_tokens": 9,
+            "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+            "messages": messages,
+            "metadata": {"user_id": self.user_id},
+        }
+        return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), "/v1/messages")
+
+    def echoed(self, command):
+        """Return the conversation with the recorded reply, in which the command is this one."""
+        call_id = self.reply["tool_calls"][0]["id"]
         use = {"type": "tool_use", "id": call_id, "name": "look", "input": {"command": command}}
         answer = {"type": "tool_result", "tool_use_id": call_id, "content": "Nothing."}
-        return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
+        return [user(), assistant([use]), {"role": "user", "content": [answer]}]
 
-    def test_the_rule_of_the_request_is_that_of_the_recorded_calls(self, claude):
-        reply = claude.ask([user("Hi")], COMMAND)
-        claude.assert_continued([user("Hi"), *self.echo(reply, "ls")], "0")
 
-    def test_another_program_does_not_take_the_calls_away(self, claude):
-        reply = claude.ask([user("Hi")], COMMAND)
+class TestEchoRule:
+    @pytest.fixture
+    def claude(self, rendering, encode, tmp_path):
+        return Claude(rendering, encode, tmp_path / "run")
+
+    def test_the_rule_of_a_request_is_that_of_the_recorded_calls_and_another_one_takes_none_away(
+        self, claude
+    ):
         recovered = claude.recovered()
-        kinds = []
-        for user_id, command in (
-            ("me", "ls"),
-            ("me", "cd a && ls"),
-            ('{"device_id": "d", "session_id": "s"}', "ls"),
-        ):
-            request = claude.decode([user("Hi"), *self.echo(reply, command)], user_id)
-            recovered.index(routes.MESSAGES.NAME, request.echo_rule)
-            kinds.append(recovered.conversations.prompt(request).kind)
-        assert kinds == ["rendered", "bridged", "bridged"]
+        found = []
+        for user_id, command in (("me", "ls"), ("me", "cd a && ls"), (Claude.user_id, "ls")):
+            claude.user_id = user_id
+            request = claude.decode(claude.echoed(command))
+            recovered.index(claude.dialect, request.echo_rule)
+            found.append(recovered.conversations.prompt(request).kind)
+        assert found == ["rendered", "bridged", "bridged"]
+        claude.rule = request.echo_rule
+        claude.assert_continued(claude.echoed("ls"), "0")
 
     def test_calls_of_other_apis_have_no_rule(self, session):
-        reply = session.ask([user("Hi")], COMMAND)
-        recovered = session.recovered()
+        reply = session.ask([user()], COMMAND)
+        recovered = Recovery(RunWriter(session.run), session.rendering).recover("s1")
         recovered.index(routes.MESSAGES.NAME, normal_arguments)
-        request = session.decode(
-            [user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)]
-        )
-        recovered.index(NAME)
+        echo = arguments('{"command": "cd a && ls"}')(reply)
+        recovered.index(session.dialect)
+        request = session.decode([user(), echo, result(reply)])
         assert recovered.conversations.prompt(request).kind == "bridged"
 
 
-echoed = st.text(max_size=5) | st.sampled_from(MARKUP)
 folders = itertools.count()
-
-
 THOUGHT = "<think>\nOne\n</think>\n\nHello."
 TEXTS = ["Hello.", "Hello.\n", THOUGHT]
-completions = st.sampled_from([*TEXTS, *TEXTS, THINKING]) | echoed
-echoes = st.sampled_from(
-    [same, *(changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))]
-)
+OFTEN = [*TEXTS, *TEXTS]
+completions = st.sampled_from([*OFTEN, THINKING]) | st.text(max_size=5) | st.sampled_from(MARKUP)
+echoes = st.sampled_from([same, *(changed(content=text) for text in ("", "Other.", *OFTEN))])
+ends = st.sampled_from([END, END, END, "", f"{END}a"])
+contexts = st.sampled_from([[], [], [talks.CONTEXT, user("And?")]])
+tools = st.sampled_from([[TOOL], [TOOL], [TOOL], []])
 
 
 @given(st.data())
@@ -315,35 +281,31 @@ echoes = st.sampled_from(
 def test_every_prompt_and_its_reason_are_what_they_would_have_been(
     rendering, encode, tmp_path_factory, data
 ):
-    """Calls run in parallel, from equal prompts too; echoes are changed, requests repeated,
-    recorders restarted."""
-    folder = tmp_path_factory.getbasetemp() / f"run-{next(folders)}"
-    session = Recorded(rendering, encode, folder)
-    branches, running = [[user("Hi")], [{"role": "system", "content": "You help."}, user("Hi")]], []
+    """Calls run in parallel, from equal prompts too; echoes are changed, requests repeated, texts
+    of the program added, recorders restarted, and rows compacted."""
+    session = Recorded(rendering, encode, tmp_path_factory.getbasetemp() / f"run-{next(folders)}")
+    branches = [[user()], [system(), user()]]
+    running = []
     for _ in range(data.draw(st.integers(1, 12))):
         if not running or data.draw(st.booleans()):
-            session.tools = data.draw(st.sampled_from([[TOOL], [TOOL], [TOOL], []]))
+            session.tools = data.draw(tools)
             messages = data.draw(st.sampled_from(branches))
             running.append((messages, session.tools, session.prompt(messages)))
             continue
         messages, session.tools, prompt = running.pop(data.draw(st.integers(0, len(running) - 1)))
-        end = data.draw(
-            st.sampled_from(["<|im_end|>", "<|im_end|>", "<|im_end|>", "", "<|im_end|>a"])
-        )
-        reply = session.ask(messages, data.draw(completions) + end, prompt=prompt)
+        reply = session.ask(messages, data.draw(completions) + data.draw(ends), prompt)
         answer = result(reply) if reply.get("tool_calls") else user("Go on")
-        branches += [[*messages, data.draw(echoes)(reply), answer] for _ in range(2)]
+        for _ in range(2):
+            branches.append([*messages, data.draw(echoes)(reply), answer, *data.draw(contexts)])
         if not running and data.draw(st.booleans()):
-            session.writer = RunWriter(folder)
+            if data.draw(st.booleans()):
+                session.writer.close()
+            session.writer = RunWriter(session.run)
     recovered = session.recovered()
     for session.tools, messages in itertools.product(([TOOL], []), reversed(branches)):
         request = session.decode(messages)
-        recovered.index(session.dialect, request.echo_rule)
-        before, after = (
-            session.conversations.prompt(request),
-            recovered.conversations.prompt(request),
-        )
-        assert seen(after) == seen(before)
+        before = session.conversations.prompt(request)
+        assert seen(recovered.conversations.prompt(request)) == seen(before)
 
 
 ASKED = {"model": "m", "messages": [user()], "tools": [TOOL]}
@@ -353,7 +315,7 @@ async def answer(harness, headers=None, **changes):
     """Return the reply to a request without its time."""
     status, text = await harness.send({**ASKED, **changes}, headers=headers)
     assert status == 200
-    return {key: value for key, value in json.loads(text).items() if key != "created"}
+    return {**json.loads(text), "created": 0}
 
 
 class TestLostReply:
@@ -365,23 +327,19 @@ class TestLostReply:
         async with restart() as harness:
             return await answer(harness)
 
-    async def test_it_is_given_again_once(self, lost, restart, scripted_engine):
-        async with restart() as harness:
-            assert await answer(harness) == lost
-            assert said(await answer(harness)) == "New."
-            (event,) = harness.events("replayed")
-            assert event["call_id"] == harness.calls()[0]["call_id"]
-        assert lost["choices"][0]["message"]["tool_calls"]
-        assert len(scripted_engine.requests) == 2
-
-    async def test_a_marked_retry_gets_it_as_often_as_it_asks_and_as_a_stream_too(
+    async def test_it_is_given_again_once_and_to_a_marked_retry_as_often_as_it_asks(
         self, lost, restart, scripted_engine
     ):
+        assert lost["choices"][0]["message"]["tool_calls"]
         async with restart() as harness:
-            assert [await answer(harness, headers=RETRY) for _ in range(3)] == [lost] * 3
+            for headers in (None, RETRY, RETRY):
+                assert await answer(harness, headers) == lost
             _, events = await harness.send({**ASKED, "stream": True}, headers=RETRY)
-        assert (content(events), "[DONE]" in events) == (said(lost) or "", True)
-        assert len(scripted_engine.requests) == 1
+            assert content(events) == (said(lost) or "")
+            assert len(scripted_engine.requests) == 1
+            assert said(await answer(harness)) == "New."
+            replayed = harness.events("replayed")
+            assert values(replayed, "call_id") == [harness.calls()[0]["call_id"]] * 4
 
     @pytest.mark.parametrize(("changes", "session"), OTHERS, ids=str)
     async def test_another_request_or_session_gets_a_new_sample(
@@ -396,10 +354,10 @@ class TestLostReply:
     ):
         scripted_engine.replies.append(Say("Two."))
         async with restart() as harness:
-            await answer(harness, messages=[user("b")])
+            await told(harness, user("b"))
         async with restart() as harness:
             assert said(await answer(harness)) == "New."
-            assert said(await answer(harness, messages=[user("b")])) == "Two."
+            assert await told(harness, user("b")) == "Two."
 
     async def test_a_reply_that_was_not_held_to_its_schema_is_given_again(
         self, restart, scripted_engine
@@ -418,19 +376,18 @@ class TestLostReply:
             assert said(await answer(harness, tools=[])) == "New."
 
     async def test_a_call_that_failed_is_sampled_anew(self, restart, scripted_engine):
-        scripted_engine.replies += [*[Say("one two", break_after=1)] * 2, Say("New.")]
+        scripted_engine.replies += [Say("one two", break_after=1), Say("New.")]
         async with restart() as harness:
-            for headers in ({}, RETRY):
-                assert (await harness.send(ASKED, headers=headers))[0] == 503
+            assert await refused(harness, user()) == (503, "engine_error")
         async with restart() as harness:
-            assert said(await answer(harness)) == "New."
+            assert await told(harness, user()) == "New."
 
     @pytest.mark.parametrize(
         ("say", "fields"),
         [
             (Say("one two", finish_reason="length"), {"max_tokens": 2}),
             (Say("one two"), {"stop_sequences": ["thr", "tw"]}),
-            (Say("<think>\nI think.\n</think>\n\nYes."), {}),
+            (Say(THOUGHT), {}),
         ],
         ids=["token limit", "stop text", "reasoning"],
     )
@@ -444,61 +401,31 @@ class TestLostReply:
         assert replies[0] == replies[1]
         assert len(scripted_engine.requests) == 1
 
-    @pytest.mark.parametrize(
-        ("path", "body", "counted"),
-        [
-            (
-                "/v1/chat/completions",
-                {"messages": [user()]},
-                ("usage", "completion_tokens_details", "reasoning_tokens"),
-            ),
-            (
-                "/v1/responses",
-                {"input": "Hello"},
-                ("usage", "output_tokens_details", "reasoning_tokens"),
-            ),
-            (
-                "/v1beta/models/m:generateContent",
-                {"contents": [{"parts": [{"text": "Hello"}]}]},
-                ("usageMetadata", "thoughtsTokenCount"),
-            ),
-        ],
-        ids=["chat", "responses", "gemini"],
-    )
-    async def test_its_reasoning_is_counted_alike(
-        self, restart, scripted_engine, encode, path, body, counted
-    ):
-        reasoning = "<think>\nI think."
-        scripted_engine.replies.append(Say(f"{reasoning}\n</think>\n\nYes."))
-        replies = []
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", GEMINI])
+    async def test_its_reasoning_is_counted_alike(self, restart, scripted_engine, encode, path):
+        scripted_engine.replies.append(Say(THOUGHT))
+        contents = [{"parts": [{"text": "Hello"}]}]
+        body = {"model": "m", "messages": [user()], "input": "Hello", "contents": contents}
+        counts = []
         for _ in range(2):
             async with restart() as harness:
-                replies.append(
-                    json.loads((await harness.send({"model": "m", **body}, path=path))[1])
-                )
-        for reply in replies:
-            assert functools.reduce(operator.getitem, counted, reply) == len(encode(reasoning))
+                _, text = await harness.send(body, path=path)
+            counts += re.findall(r'"(?:reasoning_tokens|thoughtsTokenCount)": ?(\d+)', text)
+        assert counts == [str(len(encode("<think>\nOne")))] * 2
         assert len(scripted_engine.requests) == 1
 
 
-def test_a_session_with_a_row_has_ended(session):
-    session.ask([user("Hi")], "Hello.<|im_end|>")
-    RunWriter(session.run).add_session(Session(session_id="s1", status="completed"))
-    names = ("s1", "s2", "", "s", "S1", "s1 ", "s10")
-    assert [session.recovered(name).ended for name in names] == [True, *[False] * 6]
-
-
-def test_a_session_has_ended_when_another_process_says_so_or_this_one_has_ended_it(session):
+def test_a_session_has_ended_when_a_row_or_an_event_says_so_or_this_process_has_ended_it(session):
     recovery = Recovery(session.writer, session.rendering)
-    names = "abcd"
-    assert [recovery.recover(name).ended for name in names] == [False] * 4
+    names = ["call", "event", "row", "own", "", "even", "Event", "event "]
+    assert not any(recovery.recover(name).ended for name in names)
     other = RunWriter(session.run)
-    other.add_event(Event(kind="call_started", session_id="a"))
-    other.add_event(Event(kind="ended", session_id="b"))
+    other.add_event(Event(kind="call_started", session_id="call"))
+    other.add_event(Event(kind="ended", session_id="event"))
     other.add_event(Event(kind="ended"))
-    other.add_session(Session(session_id="c", status="completed"))
-    recovery.end("d")
-    assert [recovery.recover(name).ended for name in names] == [False, True, True, True]
+    other.add_session(Session(session_id="row", status="completed"))
+    recovery.end("own")
+    assert [name for name in names if recovery.recover(name).ended] == ["event", "row", "own"]
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -506,56 +433,53 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 async def test_the_roles_of_conversations_survive_a_restart(restart, scripted_engine):
     scripted_engine.replies += [Say(CALL), Say(CALL), Say("Done."), Say("Done.")]
-    system = {"role": "system", "content": "You help."}
     async with restart() as harness:
         _, main = await harness.ask(user(), tools=[TOOL])
     async with restart() as harness:
-        _, helper = await harness.ask(system, user(), tools=[TOOL])
+        _, helper = await harness.ask(system(), user(), tools=[TOOL])
     async with restart() as harness:
-        await harness.ask(system, user(), *with_result(helper), tools=[TOOL])
+        await harness.ask(system(), user(), *with_result(helper), tools=[TOOL])
         await harness.ask(user(), *with_result(main), tools=[TOOL])
         calls = harness.calls()
-    assert [call["role"] for call in calls] == ["agent", "subagent", "subagent", "agent"]
+    assert values(calls, "role") == ["agent", "subagent", "subagent", "agent"]
     assert calls[0]["call_id"] in calls[1]["role_evidence"]
 
 
-@pytest.mark.parametrize("forget", [False, True], ids=["live", "after a restart"])
-@pytest.mark.parametrize("changes", [False, True], ids=["a failed request", "a changed reply"])
+def changed_reply(_):
+    return [assistant("I look."), user("Go on")]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("answered", "reply", "status"),
+    [(with_result, Answer(400, "No."), "failed"), (changed_reply, Say("Done."), "completed")],
+    ids=["a failed request", "a changed reply"],
+)
 async def test_tool_calls_that_a_request_has_answered_do_not_wait(
-    restart, scripted_engine, forget, changes
+    restart, scripted_engine, restarted, answered, reply, status
 ):
-    scripted_engine.replies += [
-        Say(CALL),
-        Say("Done.") if changes else Answer(400, "No."),
-        Say("Done."),
-    ]
-    other = {"role": "system", "content": "Another run."}
+    scripted_engine.replies += [Say(CALL), reply, Say("Done.")]
+    asked = [system("Another run."), user()]
     async with restart() as harness:
         _, body = await harness.ask(user(), tools=[TOOL])
-        changed = [{"role": "assistant", "content": "I look."}, user("Go on")]
-        await harness.ask(user(), *(changed if changes else with_result(body)), tools=[TOOL])
-        if not forget:
-            await harness.ask(other, user(), tools=[TOOL])
+        await harness.ask(user(), *answered(body), tools=[TOOL])
+        if not restarted:
+            await harness.ask(*asked, tools=[TOOL])
     async with restart() as harness:
-        if forget:
-            await harness.ask(other, user(), tools=[TOOL])
+        if restarted:
+            await harness.ask(*asked, tools=[TOOL])
         calls = harness.calls()
-    assert [call["status"] for call in calls] == [
-        "completed",
-        "completed" if changes else "failed",
-        "completed",
-    ]
-    assert [call["role"] for call in calls] == ["agent"] * 3
+    assert values(calls, "status") == ["completed", status, "completed"]
+    assert values(calls, "role") == ["agent"] * 3
 
 
 def test_a_session_that_was_forgotten_is_found_among_the_rows_of_the_own_process(session):
     recovery = Recovery(session.writer, session.rendering)
     assert recovery.recover("s1").calls == []
-    reply = session.ask([user("Hi")], "Hello.<|im_end|>")
-    request = session.decode([user("Hi"), reply, user("Go on")])
+    request = session.decode(session.talk("Hello."))
     for _ in range(2):
         recovered = recovery.recover("s1")
-        recovered.index(NAME)
+        recovered.index(session.dialect)
         assert recovered.conversations.prompt(request).kind == "bridged"
         assert [call.delivered for call in recovered.calls] == [True]
 
@@ -563,55 +487,46 @@ def test_a_session_that_was_forgotten_is_found_among_the_rows_of_the_own_process
 def test_the_rows_of_the_own_process_are_not_read_for_a_new_session(session, monkeypatch):
     recovery = Recovery(session.writer, session.rendering)
     recovery.load()
-    session.ask([user("Hi")], "Hello.<|im_end|>")
+    session.talk("Hello.")
     monkeypatch.setattr("rolltap.addons.store.index.SegmentReader", None)  # whoever reads, fails
     for number in range(5):
-        recovery.recover(f"new {number}").index(NAME)
+        recovery.recover(f"new {number}").index(session.dialect)
 
 
 def test_many_threads_recover_sessions_while_calls_are_committed_and_compacted(session):
-    sessions = [f"s{number}" for number in range(8)]
-    messages = [user("Hi")]
-    for name in sessions:
-        session.session_id = name
-        messages = [user("Hi"), session.ask([user("Hi")], f"I am {name}.<|im_end|>"), user("Go on")]
+    talked = {}
+    for name in "abcdefgh":
+        session.fields = {"session_id": name}
+        talked[name] = session.decode(session.talk(f"I am {name}."))
     recovery = Recovery(RunWriter(session.run), session.rendering)
 
     def recover(name):
-        request = session.decode(
-            [user("Hi"), {"role": "assistant", "content": f"I am {name}."}, user("Go on")]
-        )
         recovered = recovery.recover(name)
-        recovered.index(NAME)
-        return recovered.conversations.prompt(request).kind
+        recovered.index(session.dialect)
+        return recovered.conversations.prompt(talked[name]).kind
 
     with ThreadPoolExecutor(4) as threads:
-        found = [threads.submit(recover, name) for name in sessions * 4]
-        session.session_id = "other"
+        found = [threads.submit(recover, name) for name in [*talked] * 4]
+        session.fields = {"session_id": "other"}
         for _ in range(3):
-            session.ask(messages, "More.<|im_end|>")
+            session.talk("More.")
             session.writer.close()
-        assert [kind.result() for kind in found] == ["bridged"] * len(found)
+        assert {kind.result() for kind in found} == {"bridged"}
 
 
 @pytest.mark.parametrize(
-    ("rows", "version"),
+    ("calls", "version"),
     [
         ([], None),
-        ([(1, None)], None),
+        ([(1, [])], None),
         ([(1, [("a", 0, 1)]), (2, [])], "a"),
         ([(2, [("b", 0, 1), ("c", 1, 3)]), (1, [("a", 0, 1)])], "c"),
         ([(1, [("a", 0, 1), ("b", 1, 1)])], "a"),  # b sampled nothing
     ],
 )
-def test_the_last_version_is_that_of_the_newest_calls_last_token(rows, version):
-    calls = [
-        {
-            "started_at": at,
-            "weight_versions": (
-                spans and [{"version": v, "start": a, "end": b} for v, a, b in spans]
-            ),
-        }
-        for at, spans in rows
-    ]
-    assert _last_version(calls) == version
+def test_the_last_version_is_that_of_the_newest_calls_last_token(session, calls, version):
+    for day, spans in calls:
+        named = [VersionSpan(version=name, start=start, end=end) for name, start, end in spans]
+        session.fields = {"started_at": START.replace(day=day), "weight_versions": named}
+        session.talk("Hello.")
+    assert session.recovered().last_version == version
