@@ -1,13 +1,11 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
 import asyncio
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from io import StringIO
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,69 +14,93 @@ from rich.console import Console
 from rolltap.addons.errors import EngineError, RecorderError, RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Session, VersionSpan
+from rolltap.addons.store.records import Session
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.runs.views.score import Teacher
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
-from rolltap.trainer.training import online
 from rolltap.trainer.training.attempt import Attempt
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
 from rolltap.trainer.training.steps import BATCHES, TrainedBatch, TrainedBatches
-from tests.factories import START, make_call
+from tests.factories import START, add_rows, make_call
 from tests.trainer.engine.acting import serving
 from tests.trainer.runs.views.test_score import Scoring, logprob
+from tests.trainer.training.stand_ins import FolderEngine
+from tests.trainer.training.trainings import RECIPE, Training
 
+RUN = "1a2b3c4d"
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
-FORKED: dict[str, Any] = {"forks": {"sessions": 3}, "silent": "a"}
-"""Settings with which the sessions of task `a` are forked."""
-FORKS = "fork~a-1a2b3c4d.0.0-0.0"
 HELD_OUT = [Task(id=name, instruction="go", evaluate=["true"]) for name in "xy"]
-
-
-def sampled(session_id, version, number=0):
-    """Return a call with two tokens that these weights sampled."""
-    spans = [VersionSpan(version=version, start=0, end=2)]
-    return make_call(number, [1], [2, 3], session_id=session_id, weight_versions=spans)
+AHEAD = {"max_staleness": 1, "publish": "lora", "lora": {"r": 1}}
 
 
 class Loop:
-    """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are
-    faults in the first attempt; `run`, `forked`, `evaluated` and `published` note what it did.
-    `other` are weights that sample in place of the published ones: a session's end -> their
-    version. Each session has so many `calls`."""
+    """An online run, and what stands in for its runner, its engines and its trainer.
 
-    def __init__(self, folder, silent="", at_first="", **settings):
-        for run in (folder, folder / EVALUATION) if "evaluation" in settings else (folder,):
+    Settings are keys of the recipe.
+    """
+
+    def __init__(self, folder, silent="", **settings):
+        self.folder = folder
+        self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions=2, **settings)
+        self.console = Console(file=StringIO(), width=1000)
+
+        # what happens
+        self.silent = silent
+        """Tasks whose rewards are all equal."""
+        self.tasks: dict[int, str] = {}
+        """Step -> the tasks of its rows."""
+        self.calls = 1
+        """Calls of each session."""
+        self.faults = ""
+        """Outcome of all sessions, if they are faults."""
+        self.lost: set[str] = set()
+        """Sessions that are faults."""
+        self.other: dict[str, str] = {}
+        """End of a session's id -> the weights that sample in place of the published ones."""
+        self.held: set[str] = set()
+        """Tasks, or `forks`, whose groups end when the test calls what is in `waiting`."""
+        self.waiting = {}
+        self.cut = ""
+        """Tasks whose sessions never run."""
+        self.stolen = False
+        self.refusal: EngineError | None = None
+        self.evaluation_error: RecorderError | None = None
+
+        # what was done
+        self.run: list[str] = []
+        self.evaluated: list[str] = []
+        self.forked: dict[str, RecordedFrom] = {}
+        self.published: list[str] = []
+        self.cancelled: list[str] = []
+        self.logged: list[dict[str, float]] = []
+        self.engines = SimpleNamespace(require_owned=self.require_owned, silent=list)
+        for run in [folder, folder / EVALUATION] if "evaluation" in settings else [folder]:
             run.mkdir(exist_ok=True)
             write_metadata(run, {})
-        self.at_first = at_first
-        self.folder, self._run, self.silent = folder, folder, silent
-        self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions=2, **settings)
-        self.calls = 1
-        self.run: list[str] = []
-        self.forked: dict[str, RecordedFrom] = {}
-        self.evaluated: list[str] = []
-        self.logged: list[dict[str, float]] = []
-        self.published: list[str] = []
-        self.faults = ""
-        self.other: dict[str, str] = {}
-        self.stolen = False
-        self.held: set[str] = set()
-        self.waiting: dict[str, Any] = {}
-        self.refusal: EngineError | None = None
-        admins = [SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")]
-        self.tasks: dict[int, str] = {}
-        self.engines = SimpleNamespace(admins=admins, require_owned=self.require_owned, silent=list)
-        self.console = Console(file=StringIO(), width=1000)
+
+    @property
+    def printed(self):
+        return self.console.file.getvalue()
+
+    @property
+    def metrics(self):
+        return {name: value for line in self.logged for name, value in line.items()}
+
+    @property
+    def evaluations(self):
+        """The lines of metrics with an evaluation: step, the weights' step, and sessions."""
+        lines = read_metrics(self.folder / METRICS)
+        return [(line["step"], line["eval/step"], line["eval/sessions"]) for line in lines]
+
+    # The engines
 
     def require_owned(self):
         if self.stolen:
@@ -93,45 +115,58 @@ class Loop:
         self.published.append(version)
         write_policy(self.folder, None, version)
 
-    def run_sessions(self, group, version, evaluates):
-        if evaluates:
-            sessions = self.record(self.folder / EVALUATION, group, version)
-            self.evaluated += [session.session_id for session in sessions]
+    # The sessions
+
+    def run_sessions(self, group):
+        """Record the sessions of a group, sampled by the published weights."""
+        sessions = []
+        if group.task.id not in self.cut:
+            sessions = [self.session(name, group) for name in group.session_ids]
+        ids = [session.session_id for session in sessions]
+        if group.evaluates:
+            self.record(self.folder / EVALUATION, sessions)
+            self.evaluated += ids
             return sessions
-        sessions = self.record(self.folder, group, version)
-        self.run += [session.session_id for session in sessions]
+        self.record(self.folder, sessions)
+        self.run += ids
         if group.fork:
             self.forked[group.group_id] = group.fork
         return sessions
 
-    def record(self, folder, group, version):
-        sessions = [
-            Session(
-                session_id=session_id,
-                group_id=group.group_id,
-                task_id=group.task.id,
-                status="completed",
-                reward=(
-                    0.5
-                    if group.task.id in self.silent and not group.fork
-                    else float(session_id.partition(".")[2].count("-0"))
-                ),
-                policy_version=next(
-                    (self.other[end] for end in self.other if session_id.endswith(end)), version
-                ),
-            )
-            for session_id in group.session_ids
-        ]
-        for session in sessions:
-            if self.faults or (session.task_id in self.at_first and version.endswith(".0")):
-                session.status, session.reward = self.faults or "infrastructure", None
-                session.error = "the engine is down"
-        with RunWriter(folder, "never") as writer:
-            for session in reversed(sessions):
-                for number in range(self.calls):
-                    writer.add_call(sampled(session.session_id, session.policy_version, number))
-                writer.add_session(session)
-        return sessions
+    def session(self, session_id, group):
+        version = self.published[-1]
+        for end, other in self.other.items():
+            if session_id.endswith(end):
+                version = other
+        session = Session(
+            session_id=session_id,
+            group_id=group.group_id,
+            task_id=group.task.id,
+            status="completed",
+            reward=float(session_id.partition(".")[2].count("-0")),
+            policy_version=version,
+        )
+        if group.task.id in self.silent and not group.fork:
+            session.reward = 0.5
+        if self.faults or session_id in self.lost:
+            session.status = self.faults or "infrastructure"
+            session.reward = None
+            session.error = "the engine is down"
+        return session
+
+    def record(self, folder, sessions):
+        """Record sessions in another order than theirs."""
+        for session in reversed(sessions):
+            calls = []
+            for number in range(self.calls):
+                version = session.policy_version
+                call = make_call(
+                    number, [1], [2, 3], version=version, session_id=session.session_id
+                )
+                calls.append(call)
+            add_rows(folder, *calls, session, sync="never")
+
+    # The steps
 
     @contextmanager
     def source(self, number, attempt=0):
@@ -139,7 +174,7 @@ class Loop:
         source = OnlineTraces(
             self.recipe, self.folder, engine="http://a", seed=7, console=self.console
         )
-        source._worker = SimpleNamespace(runner=self.open_runner)
+        source._worker = SimpleNamespace(runner=partial(AtOnce, self))
         source._tasks = {task.id: task for task in TASKS}
         if self.recipe.evaluation is not None:
             source._evaluations.tasks = HELD_OUT
@@ -148,54 +183,52 @@ class Loop:
             args=SimpleNamespace(max_steps=9),
             model=None,
             rows_of=self.rows_of,
-            log_metrics=lambda metrics: self.logged.append(metrics) if metrics else None,
+            log_metrics=self.log,
         )
         with ExitStack() as stack:
-            source.take(Attempt("1a2b3c4d", attempt), self, stack)
+            source.take(Attempt(RUN, attempt), self, stack)
             yield source
 
-    @property
-    def metrics(self):
-        return {name: value for line in self.logged for name, value in line.items()}
+    def log(self, metrics):
+        if metrics:
+            self.logged.append(metrics)
 
     def rows_of(self, step):
-        """Return the rows of a step."""
-        groups = self.recipe.groups_per_step
         if step in self.tasks:
             return [{"task_id": task} for task in self.tasks[step]]
-        return [
-            {"task_id": TASKS[number % 5].id}
-            for number in range(step * groups, (step + 1) * groups)
-        ]
-
-    def open_runner(self, advance, *, share):
-        return AtOnce(self, advance)
+        size = self.recipe.groups_per_step
+        numbers = range(step * size, (step + 1) * size)
+        return [{"task_id": TASKS[number % 5].id} for number in numbers]
 
     def step(self, number, tasks, attempt=0):
-        """Return the batch of a step, by a source of its own as after a restart."""
+        """Return the batch of a step, by a source of its own as after a restart. Earlier steps are
+        trained."""
         iterations = self.recipe.iterations
         self.tasks[number // iterations] = tasks
         self.recipe = self.recipe.model_copy(update={"groups_per_step": len(tasks)})
         trained = TrainedBatches(self.folder)
         for earlier in range(len(trained), number // iterations):
-            place = f"1a2b3c4d.{earlier * iterations}"
-            names = [
-                f"{row['task_id']}-{place}.{n}-0.0" for n, row in enumerate(self.rows_of(earlier))
-            ]
-            trained.add(TrainedBatch(step=earlier * iterations, sessions=[], stale=names))
+            step = earlier * iterations
+            stale = []
+            for place, row in enumerate(self.rows_of(earlier)):
+                stale.append(f"{row['task_id']}-{RUN}.{step}.{place}-0.0")
+            trained.add(TrainedBatch(step=step, sessions=[], stale=stale))
         with self.source(number, attempt) as source:
             source.before_batch()
             return source([])
 
+    def forget_batches(self):
+        """Leave what a training leaves that was killed before its batch was trained."""
+        (self.folder / BATCHES).unlink()
+        self.run.clear()
+
 
 class AtOnce:
-    """A runner that runs a group as soon as it gets it, by the weights that are published then.
-    Those of the tasks in `loop.held` end when the test calls what is in `loop.waiting`; `forks` are
-    all forks."""
+    """A runner that runs a group as soon as it gets it."""
 
     running = 0
 
-    def __init__(self, loop, advance):
+    def __init__(self, loop, advance, share):
         self.loop = loop
 
     async def __aenter__(self):
@@ -207,9 +240,11 @@ class AtOnce:
     async def submit(self, group):
         events = asyncio.get_running_loop()
         result = events.create_future()
-        sessions = self.loop.run_sessions(group, self.loop.published[-1], group.evaluates)
         name = "forks" if group.fork else group.task.id
-        if name in self.loop.held:
+        sessions = self.loop.run_sessions(group)
+        if group.evaluates and self.loop.evaluation_error is not None:
+            result.set_exception(self.loop.evaluation_error)
+        elif name in self.loop.held:
             end = partial(events.call_soon_threadsafe, result.set_result, sessions)
             self.loop.waiting[name] = end
         else:
@@ -220,35 +255,68 @@ class AtOnce:
         self.loop.cancelled = [version for version in self.loop.published if too_old(version)]
 
 
+class Ahead(Loop):
+    """Rollouts of one group a step, one step ahead: task `a` is of the first step, `b` of the
+    second. One source takes all steps, from `first` on."""
+
+    def __init__(self, folder, stack, *, first=0, attempt=0, **settings):
+        super().__init__(folder, **{**AHEAD, **settings})
+        self.taking = stack.enter_context(self.source(first, attempt))
+
+    def step(self, number):
+        self.taking.trainer.state.global_step = number
+        self.taking.before_batch()
+        return self.taking([])
+
+
 @pytest.fixture
-def loop(tmp_path):
-    return Loop(tmp_path)
+def make_loop(tmp_path):
+    """A function: tasks without a signal, and keys of the recipe -> a loop."""
+    return partial(Loop, tmp_path / "run")
+
+
+@pytest.fixture
+def loop(make_loop):
+    return make_loop()
+
+
+@pytest.fixture
+def ahead(tmp_path):
+    """A function that starts a loop with rollouts ahead, or starts it again."""
+    with ExitStack() as stack:
+        yield partial(Ahead, tmp_path / "run", stack)
+
+
+def tasks_of(batch):
+    """Return the tasks of a batch, each once."""
+    return "".join(dict.fromkeys(label.task_id for label in batch.rewards.values()))
 
 
 def test_a_step_runs_one_group_for_each_row_and_has_their_order(loop):
     batch = loop.step(3, "ba")
-    ids = ["b-1a2b3c4d.3.0-0.0", "b-1a2b3c4d.3.0-1.0", "a-1a2b3c4d.3.1-0.0", "a-1a2b3c4d.3.1-1.0"]
+    ids = [f"b-{RUN}.3.0-0.0", f"b-{RUN}.3.0-1.0", f"a-{RUN}.3.1-0.0", f"a-{RUN}.3.1-1.0"]
     assert loop.run == list(batch.rewards) == [trace.session_id for trace in batch.traces] == ids
     assert batch.on_policy
-    assert loop.published == ["1a2b3c4d.3.0"]
-    assert "step 4/9  4 sessions\n" in loop.console.file.getvalue()
+    assert loop.published == [f"{RUN}.3.0"]
+    assert "step 4/9  4 sessions\n" in loop.printed
 
 
 def test_a_step_that_is_on_the_disk_is_neither_run_nor_published_again(loop):
     first = loop.step(3, "ba")
     loop.run.clear()
     assert loop.step(3, "ba", attempt=1) == first
-    assert (loop.run, loop.published) == ([], ["1a2b3c4d.3.0"])
-    assert "4 sessions (4 recorded before)\n" in loop.console.file.getvalue()
+    assert loop.run == []
+    assert loop.published == [f"{RUN}.3.0"]
+    assert "4 sessions (4 recorded before)\n" in loop.printed
 
 
 def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(loop):
-    loop.step(3, "b")
-    (loop.folder / BATCHES).unlink()  # as if it had been killed before the batch was trained
+    before = list(loop.step(3, "b").rewards)
+    loop.forget_batches()
     batch = loop.step(3, "ba", attempt=1)
-    assert loop.run[2:] == ["a-1a2b3c4d.3.1-0.1", "a-1a2b3c4d.3.1-1.1"]
-    assert loop.published == ["1a2b3c4d.3.0", "1a2b3c4d.3.1"]
-    assert list(batch.rewards) == loop.run
+    assert loop.run == [f"a-{RUN}.3.1-0.1", f"a-{RUN}.3.1-1.1"]
+    assert loop.published == [f"{RUN}.3.0", f"{RUN}.3.1"]
+    assert list(batch.rewards) == before + loop.run
 
 
 @pytest.mark.parametrize("status", ["infrastructure", "unjudged"])
@@ -262,7 +330,8 @@ def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_agai
     assert TrainedBatches(loop.folder).get(3) is None
     loop.faults = ""
     loop.run.clear()
-    assert len(loop.step(3, "ba", attempt=1).rewards) == len(loop.run) == 4
+    assert list(loop.step(3, "ba", attempt=1).rewards) == loop.run
+    assert len(loop.run) == 4
 
 
 def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(loop):
@@ -272,6 +341,18 @@ def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_fa
         source.finish(9)
 
 
+@pytest.mark.parametrize("settings", [{}, AHEAD], ids=["at the end", "beside the last step"])
+def test_weights_are_published_at_the_end_though_the_last_evaluation_fails(make_loop, settings):
+    loop = make_loop(evaluation={"tasks": "held"}, **settings)
+    loop.evaluation_error = RecorderError("gave up")
+    message = r"training is finished, .*: only the last evaluation failed: gave up"
+    with loop.source(0) as source:
+        source.before_batch()
+        with pytest.raises(EngineError, match=message):
+            source.finish(1)
+    assert loop.published[-1] == f"{RUN}.1.0"
+
+
 def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(
     loop,
 ):
@@ -279,37 +360,31 @@ def test_the_engines_are_verified_before_anything_is_published_and_get_the_train
         source.begin(source.trainer)
         source.before_batch()
         source.finish(9)
-    assert loop.published == ["base 1a2b3c4d.0.0", "1a2b3c4d.0.0", "1a2b3c4d.9.0"]
+    assert loop.published == [f"base {RUN}.0.0", f"{RUN}.0.0", f"{RUN}.9.0"]
 
 
 class TestOtherWeights:
-    @pytest.mark.parametrize("other", ["default", "deadbeef.3.0", "1a2b3c4d.2.0"])
+    @pytest.mark.parametrize("other", ["default", "deadbeef.3.0", f"{RUN}.2.0"])
     def test_their_calls_are_kept_and_left_out_with_a_warning_that_names_them(self, loop, other):
-        loop.other = {"a-1a2b3c4d.3.1-0.0": other}
+        name = f"a-{RUN}.3.1-0.0"
+        loop.other = {name: other}
         batch = loop.step(3, "ba")
-        assert [trace.session_id for trace in batch.traces] == [
-            name for name in loop.run if name not in loop.other
-        ]
+        trained = [trace.session_id for trace in batch.traces]
+        assert trained == [each for each in loop.run if each != name]
         assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"stale": 2})
-        printed = loop.console.file.getvalue()
-        assert (
-            "warning: 2 tokens of step 4 were sampled by other weights than 1a2b3c4d.3.0"
-            f" ({other}): " in printed
-        )
-        assert {call.session_id for s in iter_sessions(loop.folder) for call in s.calls} == {
-            *loop.run
-        }
+        warning = f"warning: 2 tokens of step 4 were sampled by other weights than {RUN}.3.0"
+        assert f"{warning} ({other}): " in loop.printed
+        kept = {recorded.session_id for recorded in iter_sessions(loop.folder) if recorded.calls}
+        assert kept == {*loop.run}
 
     def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, loop):
         loop.other = {".0": "default"}
-        with pytest.raises(
-            EngineError,
-            match=r"4 tokens of step 4 .* \(default\): .*; nothing else is left to train: ",
-        ):
+        message = r"4 tokens of step 4 .* \(default\): .*; nothing else is left to train: "
+        with pytest.raises(EngineError, match=message):
             loop.step(3, "b")
         assert TrainedBatches(loop.folder).get(3) is None
         batch = loop.step(3, "b", attempt=1)
-        assert list(batch.rewards) == loop.run[2:] == ["b-1a2b3c4d.3.0-0.1", "b-1a2b3c4d.3.0-1.1"]
+        assert list(batch.rewards) == loop.run[2:] == [f"b-{RUN}.3.0-0.1", f"b-{RUN}.3.0-1.1"]
 
     def test_a_step_during_which_an_engine_was_stolen_is_not_trained(self, loop):
         loop.stolen = True
@@ -318,35 +393,41 @@ class TestOtherWeights:
         assert TrainedBatches(loop.folder).get(3) is None
 
 
-def test_a_step_whose_calls_have_no_experts_to_replay_ends_the_training(tmp_path):
-    with pytest.raises(
-        EngineError, match=r"step 4 has the experts of its tokens: .*`rolltap serve --routing`"
-    ):
-        Loop(tmp_path, grpo={"routing": "recorded"}).step(3, "ba")
+def test_a_step_whose_calls_have_no_experts_to_replay_ends_the_training(make_loop):
+    loop = make_loop(grpo={"routing": "recorded"})
+    message = r"step 4 has the experts of its tokens: .*`rolltap serve --routing`"
+    with pytest.raises(EngineError, match=message):
+        loop.step(3, "ba")
+
+
+@pytest.fixture
+def teacher(tmp_path, tokenizer):
+    with serving(Scoring(tmp_path / "big", tokenizer)) as engine:
+        yield engine
 
 
 def test_the_sessions_of_a_step_are_scored_by_the_teacher_and_not_again_after_a_restart(
-    tmp_path, tokenizer, tokenizer_folder
+    make_loop, teacher, tokenizer_folder
 ):
-    loop = Loop(tmp_path / "run", silent="a", teacher="big")
-    with serving(Scoring(tmp_path / "big", tokenizer)) as engine:
-        teacher, batches = Teacher(engine.url, str(tokenizer_folder)), []
-        for attempt in range(2):
-            with loop.source(0, attempt) as source:
-                source._teacher = teacher
-                source.before_batch()
-                batches.append(source([]))
-        assert engine.scored == [[1, 2, 3]] * 2
+    loop = make_loop("a", teacher="big")
+    traces = []
+    for attempt in range(2):
+        with loop.source(0, attempt) as source:
+            source._teacher = Teacher(teacher.url, str(tokenizer_folder))
+            source.before_batch()
+            traces += source([]).traces
+    assert teacher.scored == [[1, 2, 3]] * 2
     scores = [logprob([1], 2), logprob([1, 2], 3)]
-    assert [trace.scores for batch in batches for trace in batch.traces] == [scores] * 4
-    assert loop.run == ["a-1a2b3c4d.0.0-0.0", "a-1a2b3c4d.0.0-1.0"]
+    assert [trace.scores for trace in traces] == [scores] * 4
+    assert loop.run == [f"a-{RUN}.0.0-0.0", f"a-{RUN}.0.0-1.0"]
 
 
 def test_a_step_reads_no_session_of_earlier_steps(
-    tmp_path, tokenizer, tokenizer_folder, monkeypatch
+    make_loop, teacher, tokenizer_folder, monkeypatch
 ):
-    loop = Loop(tmp_path / "run", teacher="big")
-    read, seen = SegmentReader.read, set[str]()
+    loop = make_loop(teacher="big")
+    seen = set()
+    read = SegmentReader.read
 
     def watched(reader, offset):
         batch = read(reader, offset)
@@ -354,8 +435,8 @@ def test_a_step_reads_no_session_of_earlier_steps(
         return batch
 
     monkeypatch.setattr(SegmentReader, "read", watched)
-    with serving(Scoring(tmp_path / "big", tokenizer)) as engine, loop.source(0) as source:
-        source._teacher = Teacher(engine.url, str(tokenizer_folder))
+    with loop.source(0) as source:
+        source._teacher = Teacher(teacher.url, str(tokenizer_folder))
         for step in range(3):
             source.trainer.state.global_step = step
             loop.other = {"-1.0": "other"} if step == 2 else {}
@@ -367,222 +448,168 @@ def test_a_step_reads_no_session_of_earlier_steps(
 
 
 class TestAhead:
-    """Rollouts of one group a step, beside the steps: task `a` is of the first step, `b` of the
-    second."""
+    def test_a_step_trains_what_older_weights_sampled_and_says_how_old_they_are(self, ahead):
+        loop = ahead()
+        batches = [loop.step(number) for number in range(3)]
+        assert [batch.on_policy for batch in batches] == [True, False, False]
+        found = []
+        for batch in batches:
+            for trace in batch.traces:
+                found += [(trace.task_id, span.version) for span in trace.weight_versions]
+        expected = [("a", f"{RUN}.0.0"), ("b", f"{RUN}.0.0"), ("c", f"{RUN}.1.0")]
+        assert [*dict.fromkeys(found)] == expected
+        assert batches[2].ledger == Ledger(sampled=4, trained=4)
+        ages = {"age/mean": 1.0, "age/max": 1.0, "age/share/0": 0.0, "age/share/1": 1.0}
+        assert loop.metrics.items() >= (ages | {"stale_share": 0.0}).items()
+        assert {"seconds_idle", "groups_dropped"} <= loop.metrics.keys()
+        assert loop.cancelled == [f"{RUN}.0.0"], "the third step could train no token of these"
 
-    @pytest.fixture
-    def make(self, tmp_path):
-        with ExitStack() as stack:
-
-            def make(number=0, attempt=0, **settings):
-                settings = {"max_staleness": 1, "publish": "lora", "lora": {"r": 1}, **settings}
-                self.loop = Loop(tmp_path, **settings)
-                return stack.enter_context(self.loop.source(number, attempt))
-
-            yield make
-
-    def step(self, source, number):
-        source.trainer.state.global_step = number
-        source.before_batch()
-        return source([])
-
-    def test_a_step_trains_what_older_weights_sampled_and_says_how_old_they_are(self, make):
-        source = make()
-        first, second, third = (self.step(source, number) for number in range(3))
-        assert [batch.on_policy for batch in (first, second, third)] == [True, False, False]
-        found = [
-            {
-                (trace.task_id, span.version)
-                for trace in batch.traces
-                for span in trace.weight_versions
-            }
-            for batch in (first, second, third)
-        ]
-        assert found == [{("a", "1a2b3c4d.0.0")}, {("b", "1a2b3c4d.0.0")}, {("c", "1a2b3c4d.1.0")}]
-        assert third.ledger == Ledger(sampled=4, trained=4)
-        expected = {
-            "age/mean": 1.0,
-            "age/max": 1.0,
-            "age/share/0": 0.0,
-            "age/share/1": 1.0,
-            "stale_share": 0.0,
-        }
-        assert self.loop.metrics.items() >= expected.items()
-        assert {"seconds_idle", "groups_dropped"} <= self.loop.metrics.keys()
-        assert self.loop.cancelled == ["1a2b3c4d.0.0"], (
-            "of these no token could be trained in the third step"
-        )
-
-    def test_a_group_that_is_too_old_is_left_out_as_stale_and_its_place_is_filled(self, make):
-        source = make()
-        self.loop.held = {"b"}
-        self.step(source, 0)
-        assert {trace.task_id for trace in self.step(source, 1).traces} == {"c"}
-        self.loop.waiting["b"]()
-        batch = self.step(source, 2)
-        assert {reward.task_id for reward in batch.rewards.values()} == {"d"}
+    def test_a_group_that_is_too_old_is_left_out_as_stale_and_its_place_is_filled(self, ahead):
+        loop = ahead()
+        loop.held = {"b"}
+        loop.step(0)
+        assert tasks_of(loop.step(1)) == "c"
+        loop.waiting["b"]()
+        batch = loop.step(2)
+        assert tasks_of(batch) == "d"
         assert batch.ledger == Ledger(sampled=8, trained=4, left_out={"stale": 4})
-        stale = ["b-1a2b3c4d.1.0-0.0", "b-1a2b3c4d.1.0-1.0"]
-        assert (
-            sum((account.ledger for account in batch.accounts.values()), Ledger()) == batch.ledger
-        )
-        assert {name for name, account in batch.accounts.items() if account.reason == "stale"} == {
-            *stale
-        }
-        assert TrainedBatches(self.loop.folder).get(2).stale == stale
-        assert [
-            line["groups_dropped"] for line in self.loop.logged if "groups_dropped" in line
-        ] == [0, 0, 1]
-        assert "other weights" not in self.loop.console.file.getvalue()
-        assert self.step(make(2, attempt=1), 2) == batch
+        accounts = batch.accounts
+        assert sum((each.ledger for each in accounts.values()), Ledger()) == batch.ledger
+        stale = [f"b-{RUN}.1.0-0.0", f"b-{RUN}.1.0-1.0"]
+        assert {name for name in accounts if accounts[name].reason == "stale"} == {*stale}
+        assert TrainedBatches(loop.folder).get(2).stale == stale
+        lines = [line for line in loop.logged if "groups_dropped" in line]
+        assert [line["groups_dropped"] for line in lines] == [0, 0, 1]
+        assert "other weights" not in loop.printed
+        assert ahead(first=2, attempt=1).step(2) == batch
 
     def test_after_a_restart_only_groups_that_were_not_taken_go_on_and_nothing_ended_is_run_again(
-        self, make
+        self, ahead
     ):
-        source = make()
-        first = self.step(source, 0)
-        run = self.loop.run
-        again = make(0, attempt=1)
-        assert self.step(again, 0) == first
-        second = self.step(again, 1)
-        assert list(second.rewards) == run[2:4], "by the weights of the first attempt"
-        assert {name.partition("-")[0] for name in self.loop.run} == {"c"}
-        assert {trace.task_id for trace in self.step(again, 2).traces} == {"c"}
+        loop = ahead()
+        first = loop.step(0)
+        again = ahead(attempt=1)
+        assert again.step(0) == first
+        assert list(again.step(1).rewards) == loop.run[2:4], "by the weights of the first attempt"
+        assert {name[0] for name in again.run} == {"c"}
+        assert tasks_of(again.step(2)) == "c"
 
-    def test_groups_without_signal_are_replaced_by_those_that_run_ahead(self, make):
-        source = make(replace_zero_variance=2, silent="ab")
-        batch = self.step(source, 0)
-        assert [reward.task_id for reward in batch.rewards.values()] == [
-            "a",
-            "a",
-            "b",
-            "b",
-            "c",
-            "c",
-        ]
-        assert {trace.task_id for trace in self.step(source, 1).traces} == {"d"}
+    def test_groups_without_signal_are_replaced_by_those_that_run_ahead(self, ahead):
+        loop = ahead(replace_zero_variance=2, silent="ab")
+        assert tasks_of(loop.step(0)) == "abc"
+        assert tasks_of(loop.step(1)) == "d"
 
-    def test_what_the_age_of_the_rollouts_does_not_explain_is_told_or_ends_the_training(self, make):
-        source = make()
-        self.loop.other = {"a-1a2b3c4d.0.0-0.0": "deadbeef.3.0"}
-        assert self.step(source, 0).ledger == Ledger(sampled=4, trained=2, left_out={"stale": 2})
-        assert (
-            "warning: 2 tokens of step 1 were sampled by other weights"
-            in self.loop.console.file.getvalue()
-        )
-        self.loop.other = {".0": "default"}
-        self.step(source, 1)
+    def test_what_the_age_of_the_rollouts_does_not_explain_is_told_or_ends_the_training(
+        self, ahead
+    ):
+        loop = ahead()
+        loop.other = {f"a-{RUN}.0.0-0.0": "deadbeef.3.0"}
+        assert loop.step(0).ledger == Ledger(sampled=4, trained=2, left_out={"stale": 2})
+        assert "warning: 2 tokens of step 1 were sampled by other weights" in loop.printed
+        loop.other = {".0": "default"}
+        loop.step(1)
         with pytest.raises(EngineError, match=r"\(default\): .*; nothing else is left to train"):
-            self.step(source, 2)
+            loop.step(2)
 
-    def forks_of(self, batch):
-        return [name for name in batch.rewards if name.startswith("fork~")]
+    def test_ages_are_in_steps_whatever_the_iterations_of_a_step(self, ahead):
+        loop = ahead(grpo={"num_iterations": 2})
+        loop.step(0)
+        assert loop.step(2).ledger.trained == 4
+        assert loop.metrics["age/max"] == 1.0
 
-    def test_a_step_trains_the_forks_that_have_ended_and_no_step_waits_for_others(self, make):
-        source = make(**FORKED)
-        self.loop.calls = 4
-        self.loop.held = {"forks"}
-        assert {label.task_id for label in self.step(source, 0).rewards.values()} == {"a", "b"}
-        self.loop.waiting["forks"]()
-        second, third = (self.step(source, number) for number in (1, 2))
-        assert self.forks_of(second) == [*second.rewards]
-        assert self.forks_of(second) == [f"{FORKS}-{index}.0" for index in range(3)]
-        assert {label.task_id for label in third.rewards.values()} == {"c"}
-        forked = [line["groups_forked"] for line in self.loop.logged if "groups_forked" in line]
-        assert forked == [0, 1, 0]
 
-    def test_forks_that_are_too_old_are_dropped_and_another_group_takes_their_place(self, make):
-        source = make(**FORKED)
-        self.loop.calls = 4
-        self.loop.held = {"forks"}
-        assert {label.task_id for label in self.step(source, 0).rewards.values()} == {"a", "b"}
-        self.step(source, 1)
-        self.loop.waiting["forks"]()
-        batch = self.step(source, 2)
-        assert {label.task_id for label in batch.rewards.values()} == {"d"}
-        stale = [f"{FORKS}-{index}.0" for index in range(3)]
-        assert TrainedBatches(self.loop.folder).get(2).stale == stale
+FORKED = {"forks": {"sessions": 3}, "silent": "a"}
+FORKS = f"fork~a-{RUN}.0.0-0.0"
+"""The group of the forks of the first step's first session."""
+FORK_IDS = [f"{FORKS}-{index}.0" for index in range(3)]
 
-    def test_forks_that_no_step_has_trained_go_on_after_a_restart(self, make):
-        source = make(**FORKED)
-        self.loop.calls = 4
-        self.loop.held = {"forks"}
-        first = self.step(source, 0)
-        again = make(0, attempt=1, **FORKED)
-        self.loop.calls = 4
-        assert self.step(again, 0) == first
-        second, third = (self.step(again, number) for number in (1, 2))
-        assert self.forks_of(second) == [f"{FORKS}-{index}.0" for index in range(3)]
-        assert {label.task_id for label in third.rewards.values()} == {"c"}
-        last = make(3, attempt=2, **FORKED)
-        assert {label.task_id for label in self.step(last, 3).rewards.values()} == {"d"}
 
-    def test_two_groups_of_a_task_that_are_forked_in_one_step_have_forks_of_their_own(self, make):
-        source = make(**FORKED | {"max_staleness": 2})
-        self.loop.calls = 4
-        self.loop.held = {"forks"}
-        self.loop.tasks = {1: "a"}
-        self.step(source, 0)
-        assert [*self.loop.forked] == [FORKS, "fork~a-1a2b3c4d.1.0-0.0"]
+class TestForksAhead:
+    @pytest.fixture
+    def forking(self, ahead):
+        """A function that starts a loop that forks task `a`."""
 
-    def lines(self):
-        """Return the lines of metrics with an evaluation: the step, the weights' step, and the
-        sessions."""
-        lines = read_metrics(self.loop.folder / METRICS)
-        return [(line["step"], line["eval/step"], line["eval/sessions"]) for line in lines]
+        def forking(**settings):
+            loop = ahead(**FORKED, **settings)
+            loop.calls = 4
+            return loop
 
-    def test_an_evaluation_runs_beside_the_steps_and_ends_before_the_next_weights(self, make):
-        source = make(evaluation={"tasks": "held", "every": 2, "sessions": 1})
+        return forking
+
+    def test_a_step_trains_the_forks_that_have_ended_and_no_step_waits_for_others(self, forking):
+        loop = forking()
+        loop.held = {"forks"}
+        assert tasks_of(loop.step(0)) == "ab"
+        loop.waiting["forks"]()
+        assert list(loop.step(1).rewards) == FORK_IDS
+        assert tasks_of(loop.step(2)) == "c"
+        lines = [line for line in loop.logged if "groups_forked" in line]
+        assert [line["groups_forked"] for line in lines] == [0, 1, 0]
+
+    def test_forks_that_are_too_old_are_dropped_and_another_group_takes_their_place(self, forking):
+        loop = forking()
+        loop.held = {"forks"}
+        assert tasks_of(loop.step(0)) == "ab"
+        loop.step(1)
+        loop.waiting["forks"]()
+        assert tasks_of(loop.step(2)) == "d"
+        assert TrainedBatches(loop.folder).get(2).stale == FORK_IDS
+
+    def test_forks_that_no_step_has_trained_go_on_after_a_restart(self, forking):
+        loop = forking()
+        loop.held = {"forks"}
+        first = loop.step(0)
+        again = forking(attempt=1)
+        assert again.step(0) == first
+        assert list(again.step(1).rewards) == FORK_IDS
+        assert tasks_of(again.step(2)) == "c"
+        assert tasks_of(forking(first=3, attempt=2).step(3)) == "d"
+
+    def test_two_groups_of_a_task_that_are_forked_in_one_step_have_forks_of_their_own(
+        self, forking
+    ):
+        loop = forking(max_staleness=2)
+        loop.held = {"forks"}
+        loop.tasks = {1: "a"}
+        loop.step(0)
+        assert list(loop.forked) == [FORKS, f"fork~a-{RUN}.1.0-0.0"]
+
+
+class TestEvaluationsAhead:
+    @staticmethod
+    def table(every=1):
+        return {"tasks": "held", "every": every, "sessions": 1}
+
+    def test_one_runs_beside_the_steps_and_ends_before_the_next_weights(self, ahead):
+        loop = ahead(evaluation=self.table(every=2))
         found = []
         for number in range(3):
-            self.step(source, number)
-            found.append(self.lines())
+            loop.step(number)
+            found.append(loop.evaluations)
         assert found == [[], [(1, 0, 2)], [(1, 0, 2)]]
-        assert {name.partition(".")[2][0] for name in self.loop.evaluated} == {"0", "2"}
-        source.finish(3)
-        assert self.lines() == [(1, 0, 2), (3, 2, 2), (3, 3, 2)]
+        assert {name.split(".")[1] for name in loop.evaluated} == {"0", "2"}
+        loop.taking.finish(3)
+        assert loop.evaluations == [(1, 0, 2), (3, 2, 2), (3, 3, 2)]
 
-    def test_an_evaluation_that_a_kill_cut_is_completed_by_the_same_weights(self, make):
-        table = {"tasks": "held", "every": 1, "sessions": 1}
-        source = make(evaluation=table)
-        whole, loop = self.loop.record, self.loop
-        loop.record = lambda folder, group, version: (
-            [] if group.task.id == "y" else whole(folder, group, version)
-        )
-        self.step(source, 0)
-        again = make(0, attempt=1, evaluation=table)
-        for number in range(2):
-            self.step(again, number)
-        assert [name for name in self.loop.evaluated if "~y-" in name] == [
-            "evaluation~y-1a2b3c4d.0.0-0.1",
-            "evaluation~y-1a2b3c4d.1.0-0.1",
-        ]
-        assert self.lines() == [(1, 0, 2)]
+    def test_one_that_a_kill_cut_is_completed_by_the_same_weights(self, ahead):
+        loop = ahead(evaluation=self.table())
+        loop.cut = "y"
+        loop.step(0)
+        again = ahead(attempt=1, evaluation=self.table())
+        again.step(0)
+        again.step(1)
+        completed = [name for name in again.evaluated if "~y-" in name]
+        assert completed == [f"evaluation~y-{RUN}.{step}.0-0.1" for step in (0, 1)]
+        assert again.evaluations == [(1, 0, 2)]
 
-    def test_the_metrics_of_an_evaluation_that_a_kill_left_out_come_with_the_next_step(self, make):
-        table = {"tasks": "held", "every": 1, "sessions": 1}
-        source = make(evaluation=table)
-        for number in range(2):
-            self.step(source, number)
-        (self.loop.folder / METRICS).unlink()
-        make(2, attempt=1, evaluation=table).finish(2)
-        assert self.lines() == [(2, 1, 2), (2, 2, 2)]
-
-    def test_weights_are_published_at_the_end_whatever_fails_beside_the_last_step(self, make):
-        source = make()
-        self.step(source, 0)
-        source._rollouts.end_evaluation = Mock(side_effect=RecorderError("gave up"))
-        with pytest.raises(
-            EngineError, match=r"training is finished, .*: only the last evaluation failed: gave up"
-        ):
-            source.finish(1)
-        assert self.loop.published[-1] == "1a2b3c4d.1.0"
-
-    def test_ages_are_in_steps_whatever_the_iterations_of_a_step(self, make):
-        source = make(grpo={"num_iterations": 2})
-        self.step(source, 0)
-        batch = self.step(source, 2)
-        assert (batch.ledger.trained, self.loop.metrics["age/max"]) == (4, 1.0)
+    def test_the_metrics_of_one_that_a_kill_left_out_come_with_the_next_step(self, ahead):
+        loop = ahead(evaluation=self.table())
+        loop.step(0)
+        loop.step(1)
+        (loop.folder / METRICS).unlink()
+        again = ahead(first=2, attempt=1, evaluation=self.table())
+        again.taking.finish(2)
+        assert again.evaluations == [(2, 1, 2), (2, 2, 2)]
 
 
 class TestGroupsWithoutSignal:
@@ -591,23 +618,23 @@ class TestGroupsWithoutSignal:
         [("", 2, 2), ("a", 0, 2), ("a", 1, 3), ("ab", 1, 3), ("ab", 9, 4)],
     )
     def test_each_is_replaced_by_one_further_group_up_to_the_limit(
-        self, tmp_path, silent, limit, groups
+        self, make_loop, silent, limit, groups
     ):
-        loop = Loop(tmp_path, silent, replace_zero_variance=limit)
+        loop = make_loop(silent, replace_zero_variance=limit)
         batch = loop.step(3, "ab")
-        assert len({labelled.group_id for labelled in batch.rewards.values()}) == groups
+        assert len({label.group_id for label in batch.rewards.values()}) == groups
         assert batch.ledger.sampled == 2 * 2 * groups
-        assert loop.published == ["1a2b3c4d.3.0"]
+        assert loop.published == [f"{RUN}.3.0"]
 
-    def test_a_further_group_without_signal_is_replaced_too_until_the_limit(self, tmp_path):
-        loop = Loop(tmp_path, "abcde", replace_zero_variance=4)
+    def test_a_further_group_without_signal_is_replaced_too_until_the_limit(self, make_loop):
+        loop = make_loop("abcde", replace_zero_variance=4)
         loop.step(3, "a")
         groups = [session_id.removesuffix("-0.0") for session_id in loop.run[::2]]
-        further = [f"{task}-1a2b3c4d.{step}.0" for step, task in enumerate("eabc", 4)]
-        assert groups == ["a-1a2b3c4d.3.0", *further]
+        further = [f"{task}-{RUN}.{step}.0" for step, task in enumerate("eabc", 4)]
+        assert groups == [f"a-{RUN}.3.0", *further]
 
-    def test_a_restarted_step_takes_the_same_groups_and_their_sessions(self, tmp_path):
-        loop = Loop(tmp_path, "abc", replace_zero_variance=4)
+    def test_a_restarted_step_takes_the_same_groups_and_their_sessions(self, make_loop):
+        loop = make_loop("abc", replace_zero_variance=4)
         first = loop.step(3, "ab")
         loop.run.clear()
         assert loop.step(3, "ab", attempt=1) == first
@@ -618,8 +645,8 @@ class TestForks:
     """Groups of forks for groups whose rewards are all equal."""
 
     @pytest.fixture
-    def loop(self, tmp_path):
-        loop = Loop(tmp_path, "ab", forks={"sessions": 3}, replace_zero_variance=1)
+    def loop(self, make_loop):
+        loop = make_loop("ab", forks={"sessions": 3}, replace_zero_variance=1)
         loop.calls = 4
         return loop
 
@@ -627,49 +654,32 @@ class TestForks:
         self, loop
     ):
         batch = loop.step(3, "ca")
-        source = RecordedFrom(loop.folder, "a-1a2b3c4d.3.1-0.0", START + timedelta(seconds=2))
-        assert loop.forked == {"fork~a-1a2b3c4d.3.1-0.0": source}
+        source = RecordedFrom(loop.folder, f"a-{RUN}.3.1-0.0", START + timedelta(seconds=2))
+        forks = f"fork~a-{RUN}.3.1-0.0"
+        assert loop.forked == {forks: source}
         assert len(loop.run) == 2 + 2 + 3
-        (forks,) = loop.forked
         forked = [name for name, label in batch.rewards.items() if label.group_id == forks]
         assert forked == [f"{forks}-{index}.0" for index in range(3)]
         assert batch.ledger.sampled == 7 * 4 * 2
         assert loop.metrics["groups_forked"] == 1
 
-    def test_a_restarted_step_takes_the_same_forks(self, loop, monkeypatch):
-        with monkeypatch.context() as killed:
-            killed.setattr(online, "read_batch", Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                loop.step(3, "ab")
+    def test_a_restarted_step_takes_the_same_forks(self, loop):
+        first = sorted(loop.step(3, "ab").rewards)
         assert len(loop.forked) == 2
-        first = [*loop.run]
-        loop.run.clear()
+        loop.forget_batches()
         batch = loop.step(3, "ab", attempt=1)
-        assert (loop.run, sorted(batch.rewards)) == ([], sorted(first))
+        assert loop.run == []
+        assert sorted(batch.rewards) == first
         assert loop.step(3, "ab", attempt=2) == batch
 
-    def test_a_restarted_step_takes_no_forks_of_another_session_than_it_forks(
-        self, loop, monkeypatch
-    ):
-        record = loop.record
-
-        def lose_first(folder, group, version):
-            loop.faults = "infrastructure"
-            lost = [name for name in group.session_ids if name == "a-1a2b3c4d.3.0-0.0"]
-            sessions = record(folder, replace(group, session_ids=lost), version)
-            loop.faults = ""
-            others = [name for name in group.session_ids if name not in lost]
-            return sessions + record(folder, replace(group, session_ids=others), version)
-
-        loop.record = lose_first
-        with monkeypatch.context() as killed:
-            killed.setattr(online, "read_batch", Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                loop.step(3, "a")
+    def test_a_restarted_step_takes_no_forks_of_another_session_than_it_forks(self, loop):
+        loop.lost = {f"a-{RUN}.3.0-0.0"}
+        loop.step(3, "a")
+        loop.forget_batches()
         batch = loop.step(3, "a", attempt=1)
-        assert [*loop.forked] == ["fork~a-1a2b3c4d.3.0-1.0", "fork~a-1a2b3c4d.3.0-0.1"]
+        assert list(loop.forked) == [f"fork~a-{RUN}.3.0-1.0", f"fork~a-{RUN}.3.0-0.1"]
         groups = {label.group_id for label in batch.rewards.values()}
-        assert groups == {"a-1a2b3c4d.3.0", "fork~a-1a2b3c4d.3.0-0.1"}
+        assert groups == {f"a-{RUN}.3.0", f"fork~a-{RUN}.3.0-0.1"}
 
     def test_a_further_group_comes_only_when_no_session_can_be_forked(self, loop):
         loop.calls = 1
@@ -679,11 +689,13 @@ class TestForks:
 
 
 class TestFaults:
-    """`at_first` are tasks of which all sessions of the first attempt are faults."""
+    """All sessions of task `a` are faults in the first attempt."""
 
     @pytest.fixture
-    def loop(self, tmp_path):
-        return Loop(tmp_path, replace_zero_variance=2, at_first="a")
+    def loop(self, make_loop):
+        loop = make_loop(replace_zero_variance=2)
+        loop.lost = {f"a-{RUN}.3.0-0.0", f"a-{RUN}.3.0-1.0"}
+        return loop
 
     def test_a_step_that_was_trained_without_a_group_is_trained_without_it_again(self, loop):
         first = loop.step(3, "a")
@@ -692,70 +704,49 @@ class TestFaults:
         assert loop.step(3, "a", attempt=1) == first
         assert loop.run == []
 
-    def test_the_faults_of_a_step_that_was_not_trained_are_run_again(self, loop, monkeypatch):
-        with monkeypatch.context() as killed:
-            killed.setattr(online, "read_batch", Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                loop.step(3, "ab")
-        loop.run.clear()
+    def test_the_faults_of_a_step_that_was_not_trained_are_run_again(self, loop):
+        loop.step(3, "ab")
+        loop.forget_batches()
         batch = loop.step(3, "ab", attempt=1)
-        assert loop.run == ["a-1a2b3c4d.3.0-0.1", "a-1a2b3c4d.3.0-1.1"]
-        assert list(batch.rewards) == [*loop.run, "b-1a2b3c4d.3.1-0.0", "b-1a2b3c4d.3.1-1.0"]
+        assert loop.run == [f"a-{RUN}.3.0-0.1", f"a-{RUN}.3.0-1.1"]
+        assert list(batch.rewards) == [*loop.run, f"b-{RUN}.3.1-0.0", f"b-{RUN}.3.1-1.0"]
         loop.run.clear()
         assert loop.step(3, "ab", attempt=2) == batch
         assert loop.run == []
 
-    @pytest.mark.parametrize(
-        ("old", "new", "lacks"),
-        [
-            (",0]]", ',0],["gone",0]]', "gone of revision 0"),
-            (",0]", ",5]", "b-1a2b3c4d.3.0-0.0 of revision 5"),
-        ],
-    )
-    def test_a_step_whose_sessions_or_revisions_are_gone_is_not_taken_again(
-        self, loop, old, new, lacks
-    ):
-        loop.step(3, "b")
-        text = (loop.folder / BATCHES).read_text()
-        assert old in text
-        (loop.folder / BATCHES).write_text(text.replace(old, new))
-        with pytest.raises(
-            RunError,
-            match=rf"has no session {lacks}, but batches\.jsonl says .*train into a new folder",
-        ):
-            loop.step(3, "b", attempt=1)
 
-    def test_a_step_that_was_trained_is_taken_again_with_the_rewards_that_it_had(self, loop):
-        first = loop.step(3, "b")
-        with RunWriter(loop.folder, "never") as writer:
-            give_reward(
-                writer, loop.run[0], GivenReward(value=-9.0, group="mine", source="x"), change=True
-            )
-        assert loop.step(3, "b", attempt=1) == first
+@pytest.mark.parametrize(
+    ("old", "new", "lacks"),
+    [
+        (",0]]", ',0],["gone",0]]', "gone of revision 0"),
+        (",0]", ",5]", f"b-{RUN}.3.0-0.0 of revision 5"),
+    ],
+)
+def test_a_step_whose_sessions_or_revisions_are_gone_is_not_taken_again(loop, old, new, lacks):
+    loop.step(3, "b")
+    text = (loop.folder / BATCHES).read_text()
+    assert old in text
+    (loop.folder / BATCHES).write_text(text.replace(old, new))
+    message = rf"has no session {lacks}, but batches\.jsonl says .*train into a new folder"
+    with pytest.raises(RunError, match=message):
+        loop.step(3, "b", attempt=1)
+
+
+def test_a_step_that_was_trained_is_taken_again_with_the_rewards_that_it_had(loop):
+    first = loop.step(3, "b")
+    given = GivenReward(value=-9.0, group="mine", source="x")
+    with RunWriter(loop.folder, "never") as writer:
+        give_reward(writer, loop.run[0], given, change=True)
+    assert loop.step(3, "b", attempt=1) == first
 
 
 def test_a_temperature_other_than_1_asks_each_engine_for_log_probabilities_at_it(
     tmp_path, monkeypatch
 ):
-    for name, value in (
-        ("check_arguments", Mock()),
-        ("make_worker", Mock()),
-        ("load_tasks", Mock(return_value=TASKS)),
-    ):
-        monkeypatch.setattr(online, name, value)
+    training = Training(tmp_path)
     required = Mock(side_effect=EngineError("raw_logprobs"))
-    monkeypatch.setattr(EngineAdmin, "require_endpoints", Mock())
-    monkeypatch.setattr(EngineAdmin, "require_processed", required)
-
-    def check(**grpo):
-        recipe = Recipe(model=tmp_path, tasks="t", harness="h", steps=1, grpo=grpo)
-        engine = "http://127.0.0.1:9"
-        OnlineTraces(
-            recipe, tmp_path, engine=engine, seed=0, console=Console(file=StringIO())
-        ).check()
-
-    with pytest.raises(EngineError, match="raw_logprobs"):
-        check(temperature=0.7)
-    with suppress(ValueError):  # the worker is none
-        check(temperature=1.0)
-    required.assert_called_once_with()
+    monkeypatch.setattr(FolderEngine, "require_processed", required, raising=False)
+    assert training.here(monkeypatch).exit_code == 0
+    required.assert_not_called()
+    training.recipe(RECIPE + "temperature = 0.7\n")
+    assert "raw_logprobs" in str(training.here(monkeypatch, "hot").exception)
