@@ -8,11 +8,13 @@ from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.conversations import Conversations
 from tests.addons.dialects.test_openai_chat import TOOL
+from tests.addons.harness import user
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
 SPACED = '{"at":"caf\u00e9",  "deep":{"y":[true,null],"x":1}}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
 THINKING = f"<think>\nI look.\n</think>\n\nSo:\n{CALL}"
+END = "<|im_end|>"
 MARKUP = [
     "<think>",
     "</think>",
@@ -65,6 +67,10 @@ class Session:
     def prompt(self, messages):
         return self.conversations.prompt(self.decode(messages))
 
+    def full_prompt(self, messages):
+        """Return the ids of a prompt that continues nothing."""
+        return self.rendering.render(self.decode(messages).messages, self.tools)
+
     def ask(self, messages, completion, prompt=None):
         """Record a call with `completion`, a text or token ids, and return the reply that the
         harness sees.
@@ -80,13 +86,22 @@ class Session:
         self.calls.append((prompt, completion_ids))
         return reply
 
+    def say(self, messages, text):
+        """Record a call whose completion is a whole turn of this text, and return the reply."""
+        return self.ask(messages, text + END)
+
+    def add(self, messages, reply):
+        """Record a call of a reply that no text gives. Its tokens are always the same."""
+        number = str(len(self.conversations.history.turns))
+        self.conversations.add(number, self.prompt(messages), self.encode("x" + END), reply)
+
     def talk(self, *completions):
         """Answer a conversation with completions, after each of which the program goes on. Returns
         its messages."""
         messages = [user("Hi")]
         for completion in completions:
-            reply = self.ask(messages, completion + "<|im_end|>")
-            messages += [reply, result(reply) if reply.get("tool_calls") else user("Go on")]
+            reply = self.say(messages, completion)
+            messages += [reply, answer(reply)]
         return messages
 
     def token_ids(self, number):
@@ -94,13 +109,36 @@ class Session:
         prompt, completion_ids = self.calls[int(number)]
         return [*prompt.ids, *completion_ids]
 
+    def kinds(self):
+        return [prompt.kind for prompt, _ in self.calls]
 
-def user(text):
-    return {"role": "user", "content": text}
+    def check_continued(self, prompt, number, reason=None):
+        """Assert that a prompt continues a call with each of its tokens."""
+        assert prompt.kind == "bridged"
+        assert prompt.reason == reason
+        assert prompt.parent.call_id == str(number)
+        assert [*prompt.ids[: prompt.prefix_length]] == self.token_ids(number)
+
+
+def check_rendered(prompt, reason):
+    """Assert that a prompt with a reply in it continues nothing, for a reason that begins so."""
+    assert prompt.kind == "rendered"
+    assert prompt.parent is None
+    assert prompt.prefix_length == 0
+    assert prompt.reason.startswith(reason)
 
 
 def result(reply, text="Nothing."):
     return {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": text}
+
+
+def answer(reply, text="Go on"):
+    """Return the message of a program after a reply: the result of its call, or a user's."""
+    return result(reply, text) if reply.get("tool_calls") else user(text)
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
 
 
 def same(reply):
@@ -108,7 +146,10 @@ def same(reply):
 
 
 def changed(**fields):
-    return lambda reply: {**reply, **fields}
+    def change(reply):
+        return {**reply, **fields}
+
+    return change
 
 
 other = changed(content="Changed.")
@@ -122,9 +163,7 @@ def named(name, cases):
 def arguments(text):
     def change(reply):
         (call,) = reply["tool_calls"]
-        return {
-            **reply,
-            "tool_calls": [{**call, "function": {**call["function"], "arguments": text}}],
-        }
+        function = {**call["function"], "arguments": text}
+        return {**reply, "tool_calls": [{**call, "function": function}]}
 
     return change
