@@ -6,46 +6,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolltap.addons.errors import InputError
-from tests.trainer.training.step.tiny import (
-    HEADS,
-    SIZES,
-    VOCABULARY,
-    largest_difference,
-    make_trainer,
-    record,
-    trained,
-)
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
+from tests.trainer.training.step.small_models import small_model
+from tests.trainer.training.step.tiny import SIZES, VOCABULARY, largest_difference, record
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    words = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "initializer_range": 0.2,
-    }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | HEADS | words | experts)).eval()
+    return small_model("qwen3-moe", vocab_size=VOCABULARY, **SIZES)
 
 
 @torch.no_grad()
 def own_experts(model, ids):
-    """The experts that the model chooses, as vLLM returns them."""
+    """Return the experts that the model chooses, as vLLM returns them."""
     layers = []
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-    hooks = [
-        router.register_forward_hook(lambda *call: layers.append(call[-1][-1].numpy()))
-        for router in routers
-    ]
+
+    def note(router, arguments, output):
+        layers.append(output[-1].numpy())
+
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [router.register_forward_hook(note) for router in routers]
     model(input_ids=torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
@@ -53,35 +34,32 @@ def own_experts(model, ids):
 
 
 @pytest.fixture(scope="module")
-def traces(model):
-    found = record(model, random.Random(0))
-    return [
-        replace(each, routing=own_experts(model, each.prompt_ids + each.completion_ids))
-        for each in found
-    ]
+def recorded(model):
+    traces = record(model, random.Random(0))
+    for trace in traces:
+        trace.routing = own_experts(model, trace.prompt_ids + trace.completion_ids)
+    return traces
 
 
 @pytest.mark.parametrize("forward", ["packed", "padded"])
 def test_the_models_own_experts_change_nothing_and_others_count_as_different(
-    model, traces, tmp_path, forward
+    train, recorded, forward
 ):
     options = {"forward": forward, "activation_checkpointing": True}
-    plain = trained(model, tmp_path, traces, **options)
-    same = trained(model, tmp_path, traces, routing="recorded", **options)
+    moved = [replace(trace, routing=(trace.routing + 1) % 4) for trace in recorded]
+    plain = train(recorded, **options)
+    same = train(recorded, routing="recorded", **options)
+    other = train(moved, routing="recorded", beta=0.1, **options)
     assert largest_difference(plain.spy.gradients[0], same.spy.gradients[0]) < 1e-5
-    [logged] = [line for line in same.state.log_history if "routing/differs" in line]
-    assert (logged["routing/differs"], logged["routing/difference_before"] < 1e-4) == (0, True)
-    moved = [replace(trace, routing=(trace.routing + 1) % 4) for trace in traces]
-    other = trained(model, tmp_path, moved, routing="recorded", beta=0.1, **options)
-    [logged] = [line for line in other.state.log_history if "routing/differs" in line]
+    logged = same.state.log_history[0]
+    assert logged["routing/differs"] == 0
+    assert logged["routing/difference_before"] < 1e-4
+    logged = other.state.log_history[0]
     assert logged["routing/differs"] > 0.5
     assert logged["routing/difference_before"] < 1e-4 < logged["difference_max"]
     assert largest_difference(plain.spy.gradients[0], other.spy.gradients[0]) > 1e-3
 
 
-def test_traces_without_experts_are_refused(model, traces, tmp_path):
-    trainer = make_trainer(
-        model, tmp_path, [replace(trace, routing=None) for trace in traces], routing="recorded"
-    )
+def test_traces_without_experts_are_refused(train, traces):
     with pytest.raises(InputError, match="routing=True"):
-        trainer.train()
+        train(traces, routing="recorded")
