@@ -17,10 +17,16 @@ ROLLTAP = Path(sys.executable).with_name("rolltap")
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 ASK = f"""
 import httpx, sys
-reply = httpx.post("https://api.openai.com/v1/chat/completions", json={HELLO!r}, timeout=60)
+reply = httpx.post("https://api.openai.com/v1/chat/completions", json={HELLO!r}, timeout=120)
 print(reply.json()["choices"][0]["message"]["content"])
 sys.exit(3)
 """
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASK_WITH_TOOLS = ASK.replace("json={", f"json={{'tools': [{TOOL!r}], ").replace(
+    "reply.json()", "reply.raise_for_status().json()"
+)
+NO_CALL = ["no model call came: did the program use the proxy?", "rolltap doctor -- COMMAND"]
+"""What is said of a session without a call."""
 
 
 def run_rolltap(*arguments, cwd=None, env=None):

@@ -34,9 +34,8 @@ def serving(run: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def viewed_run(tmp_path_factory, tokenizer, tokenizer_folder) -> Path:
     """A run that tests do not change."""
-    return write_viewed_run(
-        tmp_path_factory.mktemp("viewed") / "run", tokenizer, str(tokenizer_folder)
-    )
+    folder = tmp_path_factory.mktemp("viewed") / "run"
+    return write_viewed_run(folder, tokenizer, str(tokenizer_folder))
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +46,16 @@ def browser():
     if program is None:
         pytest.skip("chromium is not installed; recipes/environments.sh installs it")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    quiet = [
+    options = [
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-sync",
         "--disable-quic",
         "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
     ]
+    options += ["--disable-background-networking", "--disable-component-update"]
     with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(
-            executable_path=program,
-            args=["--no-sandbox", "--disable-gpu", "--disable-sync", *quiet],
-        )
+        chromium = started.chromium.launch(executable_path=program, args=options)
         yield chromium
         chromium.close()
 
@@ -74,25 +72,30 @@ def serve():
 def open_page(browser, serve):
     """Return a function that opens a link in a page. A message of an error or a request elsewhere
     fails the test."""
-    opened, faults = [], []
+    opened = []
+    faults = []
 
     def open_link(url: str, **options):
         context = browser.new_context(viewport={"width": 1280, "height": 800}, **options)
         opened.append(context)
         page = context.new_page()
-        page.set_default_timeout(60_000)
-        host = url.split("?")[0]
-        page.on(
-            "console",
-            lambda message: faults.append(message.text) if message.type == "error" else None,
-        )
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on(
-            "request",
-            lambda request: (
-                None if request.url.startswith((host, "data:")) else faults.append(request.url)
-            ),
-        )
+        page.set_default_timeout(120_000)
+        own = (url.split("?")[0], "data:")
+
+        def note_message(message):
+            if message.type == "error":
+                faults.append(message.text)
+
+        def note_request(request):
+            if not request.url.startswith(own):
+                faults.append(request.url)
+
+        def note_error(error):
+            faults.append(str(error))
+
+        page.on("console", note_message)
+        page.on("pageerror", note_error)
+        page.on("request", note_request)
         page.goto(url)
         page.wait_for_selector("h1")
         return page

@@ -7,7 +7,6 @@ versions, a training. `write` has what the tests of the server count on.
 import json
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -27,7 +26,6 @@ ATTACK = (
 )
 """Markup, escape sequences and a right-to-left override."""
 STRANGE_ID = "../x?y=1&<b>#"
-IN_TRAINING = ("s-good", "s-flat1")
 WHY = "2 earlier calls fit equally well up to message 3"
 
 
@@ -256,47 +254,25 @@ def attacked_session(tokenizer) -> list:
 def write_viewed_run(folder: Path, tokenizer, model: str) -> Path:
     """Write the run, its logs and its metrics to a folder, and return it."""
     dates = {"task_id": "fix-dates", "group_id": "g-dates", "harness": "codex"}
-    flat = {
-        "task_id": "count",
-        "group_id": "g-flat",
-        "harness": "gemini-cli",
-        "reward": 1.0,
-        "version": NEW,
-    }
+    flat = {"task_id": "count", "group_id": "g-flat", "harness": "gemini-cli", "reward": 1.0}
+    good = short_session(
+        tokenizer, "s-good", "I split at the dash, and the tests pass.", 3, reward=1.0, **dates
+    )
+    late = {"reward": 0.0, "error": "time limit", **dates}
+    lost = {"error": "the engine is gone", **dates}
+    flat1 = short_session(tokenizer, "s-flat1", "Done.", 20, version=NEW, **flat)
     rows = [
         *long_session(tokenizer),
-        *short_session(
-            tokenizer, "s-good", "I split at the dash, and the tests pass.", 3, reward=1.0, **dates
-        ),
-        *short_session(
-            tokenizer,
-            "s-late",
-            "I split at the dot.",
-            4,
-            "timeout",
-            reward=0.0,
-            error="time limit",
-            **dates,
-        ),
-        *short_session(
-            tokenizer, "s-lost", "I stop.", 5, "infrastructure", error="the engine is gone", **dates
-        ),
-        *short_session(tokenizer, "s-flat1", "Done.", 20, **flat),
-        *short_session(tokenizer, "s-flat2", "Done too.", 21, **flat),
+        *good,
+        *short_session(tokenizer, "s-late", "I split at the dot.", 4, "timeout", **late),
+        *short_session(tokenizer, "s-lost", "I stop.", 5, "infrastructure", **lost),
+        *flat1,
+        *short_session(tokenizer, "s-flat2", "Done too.", 21, version=NEW, **flat),
         *attacked_session(tokenizer),
     ]
     write_run(folder, *rows, model=model)
-    calls = {
-        name: [row for row in rows if isinstance(row, Call) and row.session_id == name]
-        for name in IN_TRAINING
-    }
-    batch = [
-        trained(calls["s-good"], 3, 1.4),
-        trained(calls["s-flat1"], 2, 0.0, "no_signal"),
-    ]
-    with RunWriter(folder) as writer:
-        for each in batch:
-            writer.add_batch("trained", trained_batch([each]))
+    add_trained(folder, trained(good[:-1], 3, 1.4))
+    add_trained(folder, trained(flat1[:-1], 2, 0.0, "no_signal"))
     logs = folder / "logs"
     logs.mkdir()
     (logs / "s-long.judge.log").write_text(
@@ -307,39 +283,18 @@ def write_viewed_run(folder: Path, tokenizer, model: str) -> Path:
         " text.split('.')\n"
     )
     (logs / "s-long.log").write_text("All tests pass.\n")
-    metrics = [
-        {
-            "step": step,
-            "reward": 0.3 + 0.1 * step,
-            "loss": 0.5 - step / 10,
-            "age/mean": 0.5,
-            "left_out/no_signal": 40.0 * step,
-        }
-        for step in (1, 2, 3)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    with (folder / "metrics.jsonl").open("w") as metrics:
+        for step in (1, 2, 3):
+            row = {"step": step, "reward": 0.3 + 0.1 * step, "loss": 0.5 - step / 10}
+            row |= {"age/mean": 0.5, "left_out/no_signal": 40.0 * step}
+            metrics.write(json.dumps(row) + "\n")
     return folder
 
 
 def trained(calls: Sequence[Call], step: int, advantage: float, reason: str | None = None) -> dict:
     """Return a row of what an optimizer step trained of calls: all their tokens but the last of
     each, or none."""
-    ends = [len(call.completion_ids) for call in calls]
-    spans = [
-        {"call_id": call.call_id, "start": 0, "end": end - 1}
-        for call, end in zip(calls, ends, strict=True)
-    ]
-    left_out = [
-        {
-            "call_id": span["call_id"],
-            "start": 0 if reason else span["end"],
-            "end": end,
-            "reason": reason or "over_length",
-        }
-        for span, end in zip(spans, ends, strict=True)
-    ]
-    differences = np.concatenate([-0.2 * (np.arange(end - 1) % 3 - 1) for end in ends])
-    return {
+    row = {
         "session_id": calls[0].session_id,
         "group_id": "g",
         "step": step,
@@ -347,43 +302,49 @@ def trained(calls: Sequence[Call], step: int, advantage: float, reason: str | No
         "reward": 1.0,
         "advantage": advantage,
         "reason": reason,
-        "sampled": sum(ends),
-        "trained": 0 if reason else len(differences),
-        "left_out": left_out,
-        "spans": [] if reason else spans,
-        "differences": None if reason else differences.astype(np.float16),
-        "weights": None if reason else np.full(len(differences), 0.5, np.float32),
+        "sampled": sum(len(call.completion_ids) for call in calls),
+        "trained": 0,
+        "left_out": [],
+        "spans": [],
+        "differences": None,
+        "weights": None,
     }
+    differences = []
+    for call in calls:
+        span = {"call_id": call.call_id, "start": 0, "end": len(call.completion_ids)}
+        if reason:
+            row["left_out"].append({**span, "reason": reason})
+            continue
+        last = span["end"] - 1
+        row["spans"].append({**span, "end": last})
+        row["left_out"].append({**span, "start": last, "reason": "over_length"})
+        row["trained"] += last
+        differences.append(-0.2 * (np.arange(last) % 3 - 1))
+    if differences:
+        row["differences"] = np.concatenate(differences).astype(np.float16)
+        row["weights"] = np.full(row["trained"], 0.5, np.float32)
+    return row
+
+
+def add_trained(folder: Path, row: dict) -> None:
+    with RunWriter(folder) as writer:
+        writer.add_batch("trained", trained_batch([row]))
 
 
 def grow(folder: Path, tokenizer, session_id: str) -> None:
     """Add a session to the run."""
-    add_rows(
-        folder,
-        *short_session(
-            tokenizer,
-            session_id,
-            "Grown.",
-            90,
-            task_id="grown",
-            group_id="g-grown",
-            harness="codex",
-        ),
-    )
+    fields = {"task_id": "grown", "group_id": "g-grown", "harness": "codex"}
+    add_rows(folder, *short_session(tokenizer, session_id, "Grown.", 90, **fields))
 
 
 def many_sessions(folder: Path, number: int) -> Path:
     """Write a run of many sessions that have no calls."""
-    rows = [
-        replace(
-            make_session(f"s{i:05}"),
-            task_id=f"t{i % 40}",
-            group_id=f"g{i // 8}",
-            reward=float(i % 3 == 0),
-            started_at=later(i),
+    rows = []
+    for i in range(number):
+        names = {"task_id": f"t{i % 40}", "group_id": f"g{i // 8}"}
+        rows.append(
+            make_session(f"s{i:05}", reward=float(i % 3 == 0), started_at=later(i), **names)
         )
-        for i in range(number)
-    ]
     return write_run(folder, *rows)
 
 

@@ -13,15 +13,13 @@ def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fi
         "session_id": session,
         "logprobs": [-0.5] * len(sampled),
         "finish_reason": "stop",
+        "version": "default",
     }
-    return make_call(
-        number, prompt, sampled, after=parent, version="default", **{**defaults, **fields}
-    )
+    return make_call(number, prompt, sampled, after=parent, **{**defaults, **fields})
 
 
-def printed(*arguments):
-    ended = CliRunner(env={"COLUMNS": "200"}).invoke(
-        inspect_command, list(map(str, arguments)), catch_exceptions=False
-    )
+def printed(*arguments, columns=300):
+    runner = CliRunner(env={"COLUMNS": str(columns)})
+    ended = runner.invoke(inspect_command, list(map(str, arguments)), catch_exceptions=False)
     assert ended.exit_code == 0
     return ended.output
