@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from rolltap.trainer.training.step import linear
 from tests.trainer.training.step.tiny import make_trainer, record, tiny_model
 
 
@@ -48,3 +49,13 @@ def train(make):
         return trainer
 
     return train
+
+
+@pytest.fixture
+def chunks_of(monkeypatch):
+    """Return a function that lets layers compute chunks of so many tokens."""
+
+    def chunks_of(size):
+        monkeypatch.setattr(linear, "CHUNK", size)
+
+    return chunks_of

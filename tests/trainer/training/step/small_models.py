@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from rolltap.trainer.training.step.pack import TraceRow
+from rolltap.trainer.training.step.pack import Pack, TraceRow
 
 VOCABULARY = 200
 WINDOW = 24
@@ -158,15 +158,28 @@ def branching_rows() -> list[TraceRow]:
     return rows
 
 
-def plain_pass(
-    model: Any, rows: Sequence[TraceRow], weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run each row alone through a model, and the backward pass of the sum of log-probabilities
-    times `weights`.
+def pack_of(rows: Sequence[TraceRow]) -> tuple[Pack, Tensor]:
+    """Return the rows as sessions of a pack, and random weights of their tokens."""
+    pack = Pack([[row] for row in rows])
+    random = torch.Generator().manual_seed(1)
+    return pack, torch.randn(pack.mask.shape, generator=random) * pack.mask
 
-    Return log-probabilities and entropies, (rows, S) as `weights` is, and the gradient of all
-    parameters.
-    """
+
+Passed = tuple[Tensor, Tensor, Tensor]
+"""Log-probabilities and entropies, (rows, S), and the gradient of all parameters."""
+
+
+def packed_pass(model: Any, pack: Any, weights: Tensor) -> Passed:
+    """Run rows through a prepared model, and the backward pass of the sum of log-probabilities
+    times `weights`."""
+    output = model(**pack.inputs())
+    logprobs = pack.unpack(output.log_probs)
+    (logprobs * weights).sum().backward()
+    return logprobs.detach(), pack.unpack(output.entropy).detach(), take_gradient(model)
+
+
+def plain_pass(model: Any, rows: Sequence[TraceRow], weights: Tensor) -> Passed:
+    """Run each row alone through a model as it is, and the same backward pass."""
     logprobs = torch.zeros(weights.shape)
     entropies = torch.zeros(weights.shape)
     for i, row in enumerate(rows):

@@ -1,7 +1,6 @@
 """Linear attention on packed rows, and the chunks in which layers compute long ones."""
 
 import copy
-import sys
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -24,125 +23,103 @@ from tests.trainer.training.step.small_models import (
     LINEAR,
     branching_rows,
     make_row,
+    pack_of,
+    packed_pass,
     plain_pass,
     small_model,
-    take_gradient,
 )
 
 ROWS = branching_rows()[::3]
 """Some of the rows: a group's prompt, twins, several roots and branches at any place."""
-TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 RULE = "torch_chunk_gated_delta_rule"
 MAMBA = {"n_groups": 2, "state_size": 8, "num_heads": 8, "head_dim": 16, "chunk_size": 32}
 MAMBA_LAYER = {"mamba_n_groups": 1, "mamba_d_state": 8}
-HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
-    "mamba2": ("Mamba2ForCausalLM", "Mamba2Config", MAMBA | {"num_hidden_layers": 2}),
-    "olmo-hybrid": (
-        "OlmoHybridForCausalLM",
-        "OlmoHybridConfig",
-        LINEAR | {"linear_num_key_heads": 4},
-    ),
-    "kimi-linear": (
-        "KimiLinearForCausalLM",
-        "KimiLinearConfig",
-        LATENT
-        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-        | {"linear_num_heads": 4, "linear_head_dim": 16},
-    ),
-    "falcon-h1": (
-        "FalconH1ForCausalLM",
-        "FalconH1Config",
-        MAMBA_LAYER | {"mamba_d_ssm": 64, "mamba_n_heads": 4},
-    ),
-    "bamba": (
-        "BambaForCausalLM",
-        "BambaConfig",
-        MAMBA_LAYER | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
-    ),
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Mamba2": MAMBA | {"num_hidden_layers": 2},
+    "OlmoHybrid": LINEAR | {"linear_num_key_heads": 4},
+    "KimiLinear": {
+        **LATENT,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
+    "FalconH1": MAMBA_LAYER | {"mamba_d_ssm": 64, "mamba_n_heads": 4},
+    "Bamba": MAMBA_LAYER | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
 }
-"""Families with mixers of other kinds, as `small_models.FAMILIES` has them."""
+"""Families with mixers of other kinds, and their fields beside the common ones."""
 
 
 def hybrid(family: str) -> Any:
-    model, config, own = HYBRIDS[family]
+    config = getattr(transformers, f"{family}Config")(**COMMON | HYBRIDS[family])
     torch.manual_seed(0)
-    return (
-        getattr(transformers, model)(getattr(transformers, config)(**COMMON | own)).float().eval()
-    )
+    return getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
 
 
-def weights_of(pack: Pack) -> torch.Tensor:
-    return torch.randn(pack.mask.shape, generator=torch.Generator().manual_seed(1)) * pack.mask
+def two_layers(*kinds: str) -> Any:
+    fields = {"num_hidden_layers": 2, "layer_types": [*kinds]}
+    return prepare(small_model("qwen3.5", **fields), 1.0).train()
 
 
-def run(model: Any, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities, and the gradient of their weighted sum."""
-    logprobs = pack.unpack(model(**pack.inputs()).log_probs)
-    (logprobs * weights_of(pack)).sum().backward()
-    return logprobs.detach(), take_gradient(model)
+@pytest.fixture
+def qwen() -> Any:
+    return two_layers("linear_attention", "full_attention")
 
 
-def assert_close(found, wanted, logprobs: float, gradient: float) -> None:
+def assert_close(found: Any, wanted: Any, logprobs: float, gradient: float) -> None:
     torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=logprobs)
-    assert (found[1] - wanted[1]).norm() < gradient * wanted[1].norm()
+    assert (found[2] - wanted[2]).norm() < gradient * wanted[2].norm()
 
 
 @pytest.mark.parametrize("family", cases(HYBRIDS, 0, 1))
-def test_mixers_of_other_kinds_give_what_each_row_alone_gives(family, monkeypatch):
+def test_mixers_of_other_kinds_give_what_each_row_alone_gives(family, chunks_of):
     model = hybrid(family)
-    pack = Pack([[row] for row in ROWS])
-    logprobs, _, gradient = plain_pass(model, ROWS, weights_of(pack))
+    pack, weights = pack_of(ROWS)
+    wanted = plain_pass(model, ROWS, weights)
     prepare(model, 1.0)
     model.activation_checkpointing_enable()
     for chunk in (linear.CHUNK, 100):
-        monkeypatch.setattr(linear, "CHUNK", chunk)
-        assert_close(run(model.train(), pack), (logprobs, gradient), 1e-4, 2e-5)
+        chunks_of(chunk)
+        found = packed_pass(model.train(), pack, weights)
+        assert_close(found, wanted, 1e-4, 2e-5)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_chunks_of_a_row_give_what_the_whole_row_gives(checkpointed, monkeypatch):
-    model = prepare(small_model("qwen3.5", **TWO_LAYERS), 1.0).train()
+def test_chunks_of_a_row_give_what_the_whole_row_gives(qwen, checkpointed, chunks_of):
     if checkpointed:
-        model.activation_checkpointing_enable()
+        qwen.activation_checkpointing_enable()
     trunk = list(range(9))
-    branches = [
-        trunk,
-        [*trunk, 50, 51, 52],
-        [*trunk, 60, 61],
-        [*trunk[:3], 70, 71, 72, 73],
-        [80, 81],
-    ]
-    pack = Pack([[make_row(ids)] for ids in branches])
-    whole = run(model, pack)
+    branches = [[], [50, 51, 52], [60, 61]]
+    ids = [trunk + branch for branch in branches]
+    ids += [[*trunk[:3], 70, 71, 72, 73], [80, 81]]
+    pack, weights = pack_of([make_row(each) for each in ids])
+    whole = packed_pass(qwen, pack, weights)
     # the convolution of a chunk of two tokens reads inputs of two earlier ones
     for chunk in (7, 2):
-        monkeypatch.setattr(linear, "CHUNK", chunk)
-        assert_close(run(model, pack), whole, 1e-3, 1e-3)
+        chunks_of(chunk)
+        assert_close(packed_pass(qwen, pack, weights), whole, 1e-3, 1e-3)
 
 
-def test_chunks_of_experts_with_scores_give_what_the_whole_row_gives(monkeypatch):
-    model = prepare(
-        small_model("gpt-oss", num_hidden_layers=1, layer_types=["full_attention"]), 1.0
-    )
-    pack = Pack([[row] for row in ROWS])
-    whole = run(model, pack)
-    monkeypatch.setattr(linear, "CHUNK", 100)
-    assert_close(run(model, pack), whole, 1e-4, 1e-5)
+def test_chunks_of_experts_with_scores_give_what_the_whole_row_gives(chunks_of):
+    one_layer = small_model("gpt-oss", num_hidden_layers=1, layer_types=["full_attention"])
+    model = prepare(one_layer, 1.0)
+    pack, weights = pack_of(ROWS)
+    whole = packed_pass(model, pack, weights)
+    chunks_of(100)
+    assert_close(packed_pass(model, pack, weights), whole, 1e-4, 1e-5)
 
 
-def test_a_copy_of_a_model_computes_with_its_own_weights():
-    model = prepare(small_model("qwen3.5", **TWO_LAYERS), 1.0)
-    other = copy.deepcopy(model)
-    pack = Pack([ROWS[:1]])
-    before = run(model, pack)
+def test_a_copy_of_a_model_computes_with_its_own_weights(qwen):
+    other = copy.deepcopy(qwen)
+    pack, weights = pack_of(ROWS[:1])
+    before, *_ = packed_pass(qwen, pack, weights)
     with torch.no_grad():
         for layer in other.model.layers:
             layer.mlp.down_proj.weight.zero_()
     vars(other).pop("forward")  # TRL's head, which knows the model that it was made for
-    ids = pack.ids
-    assert not torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert torch.equal(run(model, pack)[0], before[0])
+    assert not torch.equal(other(input_ids=pack.ids).logits, qwen(input_ids=pack.ids).logits)
+    after, *_ = packed_pass(qwen, pack, weights)
+    assert torch.equal(after, before)
 
 
 class Live(TorchDispatchMode):
@@ -152,24 +129,24 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._known: set[int] = set()
+        self.known: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.untyped_storage()._cdata not in self._known
-            ):
-                storage = tensor.untyped_storage()
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
         return made
 
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
+    def add(self, storage: Any) -> None:
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.remove, storage._cdata, storage.nbytes())
+
+    def remove(self, key: int, size: int) -> None:
+        self.known.discard(key)
         self.now -= size
 
 
@@ -178,29 +155,25 @@ def bytes_of_a_token(model: Any) -> float:
     peaks = []
     random = np.random.default_rng(0)
     for length in (512, 1024):
-        pack = Pack([[make_row(random.integers(0, 200, length), range(1, 9))]])
+        pack, weights = pack_of([make_row(random.integers(0, 200, length), range(1, 9))])
         pack.inputs()
         with Live() as live:
-            run(model, pack)
+            packed_pass(model, pack, weights)
         peaks.append(live.peak)
         del pack
     return (peaks[1] - peaks[0]) / 512
 
 
-def test_the_memory_of_a_long_row_is_that_of_its_checkpoints_and_one_chunk(monkeypatch):
-    fields = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
-    model = prepare(small_model("qwen3.5", **fields), 1.0).train()
+def test_the_memory_of_a_long_row_is_that_of_its_checkpoints_and_one_chunk(chunks_of):
+    model = two_layers("linear_attention", "linear_attention")
     model.activation_checkpointing_enable()
     whole = bytes_of_a_token(model)
-    monkeypatch.setattr(linear, "CHUNK", 64)
-    states = (
-        4 * len(model.model.layers) * COMMON["hidden_size"]
-    )  # bytes of the checkpoints in float32
-    assert bytes_of_a_token(model) < states + whole / 3
+    chunks_of(64)
+    checkpoints = 4 * len(model.model.layers) * COMMON["hidden_size"]  # bytes in float32
+    assert bytes_of_a_token(model) < checkpoints + whole / 3
 
 
-def test_segments_of_a_level_are_computed_together(monkeypatch):
-    model = prepare(small_model("qwen3.5", **TWO_LAYERS), 1.0)
+def test_segments_of_a_level_are_computed_together(qwen, monkeypatch):
     shapes = []
     rule = getattr(modeling_qwen3_5, RULE)
     stock = rule.of_the_library
@@ -211,10 +184,12 @@ def test_segments_of_a_level_are_computed_together(monkeypatch):
 
     monkeypatch.setattr(rule, "of_the_library", counted)
     monkeypatch.setattr(rule, "knows_lengths", False)
-    trunk = list(range(70))
-    branches = [trunk + [100 + number] * (1 + number % 3) + [5] for number in range(30)]
+    rows = []
+    for number in range(30):
+        ids = [*range(70), *[100 + number] * (1 + number % 3), 5]
+        rows.append(make_row(ids, range(70, len(ids))))
     with torch.no_grad():
-        model(**Pack([[make_row(ids, range(70, len(ids)))] for ids in branches]).inputs())
+        qwen(**Pack([rows]).inputs())
     assert shapes == [(1, 70), (10, 1), (10, 2), (10, 4)]
 
 
@@ -228,17 +203,16 @@ def test_a_piece_is_padded_by_little(length):
         assert padded - length < length / 4 + linear.FORMULA_CHUNK
 
 
-def attended(dtype, autocast=nullcontext):
-    """The output and the state of the rule, and the gradient of the keys."""
+def attended(dtype, autocast):
+    """Return the output and the state of the rule, and the gradient of the keys."""
     random = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(2, 70, heads, 8, generator=random).to(dtype) for heads in (2, 2, 4)
-    )
-    key.requires_grad_()
+    query = torch.randn(2, 70, 2, 8, generator=random).to(dtype)
+    key = torch.randn(2, 70, 2, 8, generator=random).to(dtype).requires_grad_()
+    value = torch.randn(2, 70, 4, 8, generator=random).to(dtype)
     g = -torch.rand(2, 70, 4, generator=random)
     beta = torch.rand(2, 70, 4, generator=random).to(dtype)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    with autocast():
+    with autocast:
         out, state = getattr(modeling_qwen3_5, RULE)(query, key, value, g=g, beta=beta, **options)
     (out.float().sum() + state.sum()).backward()
     return out.detach(), state.detach(), key.grad
@@ -247,20 +221,18 @@ def attended(dtype, autocast=nullcontext):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_linear_attention_is_that_of_float32(dtype, monkeypatch):
     prepare(small_model("qwen3.5"), 1.0)
-    wanted = attended(dtype)
-    found = attended(dtype, lambda: torch.autocast("cpu", torch.bfloat16))
-    for one, other in zip(found, wanted, strict=True):
+    low = torch.autocast("cpu", torch.bfloat16)
+    wanted = attended(dtype, nullcontext())
+    for one, other in zip(attended(dtype, low), wanted, strict=True):
         assert torch.equal(one, other)
     # not by itself
     monkeypatch.setattr(modeling_qwen3_5, RULE, getattr(modeling_qwen3_5, RULE).of_the_library)
-    assert not torch.equal(
-        attended(dtype, lambda: torch.autocast("cpu", torch.bfloat16))[1], wanted[1]
-    )
+    assert not torch.equal(attended(dtype, low)[1], wanted[1])
 
 
 def test_functions_of_the_library_are_wrapped_once():
     for _ in range(2):
         prepare(small_model("qwen3.5"), 1.0)
-    functions = vars(sys.modules[modeling_qwen3_5.__name__])
     for name in (linear.CONVOLUTION, RULE):
-        assert not isinstance(functions[name].of_the_library, linear._Wrapped)
+        wrapped = getattr(modeling_qwen3_5, name)
+        assert not hasattr(wrapped.of_the_library, "of_the_library")

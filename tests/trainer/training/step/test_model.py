@@ -13,6 +13,8 @@ from tests.trainer.training.step.small_models import (
     HYBRIDS,
     branching_rows,
     make_row,
+    pack_of,
+    packed_pass,
     plain_pass,
     small_model,
     take_gradient,
@@ -25,20 +27,6 @@ norm: half of it."""
 NOISE = 4
 """Differences of hybrids may be this many times those of a plain pass whose embeddings are off by a
 unit in the last place: their recurrence amplifies the rounding of float32."""
-
-
-def pack_of(rows):
-    """Return the rows as sessions of a pack, and random weights of their tokens."""
-    pack = Pack([[row] for row in rows])
-    random = torch.Generator().manual_seed(1)
-    return pack, torch.randn(pack.mask.shape, generator=random) * pack.mask
-
-
-def run(model, pack, weights):
-    output = model(**pack.inputs())
-    logprobs = pack.unpack(output.log_probs)
-    (logprobs * weights).sum().backward()
-    return logprobs.detach(), pack.unpack(output.entropy).detach(), take_gradient(model)
 
 
 def differences(found, wanted):
@@ -57,10 +45,9 @@ def nudged(model, rows, weights):
         return output * (1 + signs * torch.finfo(torch.float32).eps)
 
     hook = model.get_input_embeddings().register_forward_hook(nudge)
-    try:
-        return plain_pass(model, rows, weights)
-    finally:
-        hook.remove()
+    found = plain_pass(model, rows, weights)
+    hook.remove()
+    return found
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, 0, 1, 2, 3, 4))
@@ -75,12 +62,12 @@ def test_a_pack_has_the_log_probabilities_entropies_and_gradients_of_each_row_al
     if family in HYBRIDS:
         most = NOISE * differences(nudged(model, rows, weights), wanted)
     prepare(model, 1.0)
-    found = run(model, pack, weights)
+    found = packed_pass(model, pack, weights)
     assert (differences(found, wanted) <= most).all()
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=10 * most[0])
 
     model.activation_checkpointing_enable()
-    checkpointed = run(model.train(), pack, weights)
+    checkpointed = packed_pass(model.train(), pack, weights)
     assert (differences(checkpointed, wanted) <= most).all()
 
 
@@ -88,7 +75,7 @@ def test_sessions_have_the_trained_tokens_of_their_traces_one_after_another():
     model = prepare(small_model("qwen3"), 1.0)
     sessions = [ROWS[:3], [], ROWS[3:5]]
     together = Pack(sessions)
-    alone = Pack([[row] for row in ROWS[:5]])
+    alone, _ = pack_of(ROWS[:5])
     with torch.no_grad():
         found = together.unpack(model(**together.inputs()).log_probs)
         wanted = alone.unpack(model(**alone.inputs()).log_probs)
@@ -100,7 +87,7 @@ def test_sessions_have_the_trained_tokens_of_their_traces_one_after_another():
 
 def test_a_temperature_divides_the_logits():
     row = ROWS[4]
-    pack = Pack([[row]])
+    pack, _ = pack_of([row])
     model = small_model("qwen3")
     ids = torch.tensor(row.ids).long()
     with torch.no_grad():
@@ -109,14 +96,15 @@ def test_a_temperature_divides_the_logits():
         # the head of a later call takes the place of an earlier one
         for temperature in (1.0, 0.5):
             prepare(model, temperature)
-        found = pack.unpack(model(**pack.inputs()).log_probs)[0]
+        [found] = pack.unpack(model(**pack.inputs()).log_probs)
     torch.testing.assert_close(found, wanted, rtol=0, atol=LOGPROBS)
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, 1, 2))
 def test_other_calls_of_a_prepared_model_give_what_they_gave(family):
     model = small_model(family)
-    ids = torch.tensor(np.stack([ROWS[0].ids, ROWS[5].ids[: len(ROWS[0].ids)]])).long()
+    first = ROWS[0].ids
+    ids = torch.tensor(np.stack([first, ROWS[5].ids[: len(first)]])).long()
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     with torch.no_grad():
@@ -128,27 +116,25 @@ def test_other_calls_of_a_prepared_model_give_what_they_gave(family):
     assert chosen.shape == (2, 23)
 
 
-def test_a_pack_without_trained_tokens_has_a_backward_pass_whose_gradients_are_zero():
+@pytest.mark.parametrize("sessions", [[], [[]], [[make_row([5, 6], [])]]])
+def test_a_pack_without_trained_tokens_has_a_backward_pass_whose_gradients_are_zero(sessions):
     model = prepare(small_model("qwen3.5"), 1.0)
-    for sessions in ([], [[]], [[make_row([5, 6], [])]]):
-        pack = Pack(sessions)
-        logprobs = pack.unpack(model(**pack.inputs()).log_probs)
-        assert logprobs.shape == (len(sessions), 1)
-        logprobs.sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        assert not take_gradient(model).any()
+    pack = Pack(sessions)
+    logprobs = pack.unpack(model(**pack.inputs()).log_probs)
+    assert logprobs.shape == (len(sessions), 1)
+    logprobs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not take_gradient(model).any()
 
 
-# of PEFT, which asks transformers by an older name
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_takes_packs_too():
-    adapted = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
-    model = get_peft_model(prepare(small_model("qwen3"), 1.0), adapted)
+    adapter = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+    model = get_peft_model(prepare(small_model("qwen3"), 1.0), adapter)
     model.activation_checkpointing_enable()
     model.enable_input_require_grads()
     rows = ROWS[::2]
     pack, weights = pack_of(rows)
-    found = run(model.train(), pack, weights)
+    found = packed_pass(model.train(), pack, weights)
     wanted = plain_pass(model, rows, weights)
     assert (differences(found, wanted) <= [LOGPROBS, LOGPROBS / 2]).all()
 
@@ -159,7 +145,7 @@ def test_low_precision_gives_what_plain_rows_give_but_for_rounding():
     pack, _ = pack_of(rows)
     weights = pack.mask.float()
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(model, pack, weights)
+        found = packed_pass(model, pack, weights)
         wanted = plain_pass(model, rows, weights)
     exact = plain_pass(model, rows, weights)
     assert (differences(found, exact) <= 1.5 * differences(wanted, exact)).all()

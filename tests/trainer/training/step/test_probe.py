@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.step import attention
 from rolltap.trainer.training.step.model import prepare, run_as_served
 from rolltap.trainer.training.step.pack import Pack
 from rolltap.trainer.training.step.probe import BRANCHES, TRUNK, probe
@@ -32,11 +31,6 @@ from tests.trainer.training.step.small_models import (
     small_model,
 )
 
-# of PEFT, which asks transformers by an older name
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
-
 
 def bf16():
     return torch.autocast("cpu", torch.bfloat16)
@@ -44,6 +38,11 @@ def bf16():
 
 def prepared(family, **fields):
     return prepare(small_model(family, **fields), 1.0).train()
+
+
+@pytest.fixture
+def qwen():
+    return prepared("qwen3")
 
 
 in_each_precision = pytest.mark.parametrize(
@@ -72,24 +71,26 @@ def test_a_model_that_also_sees_images_may_run_packed():
         "out_hidden_size": 64,
     }
     config = Qwen3_5Config(text_config=configuration("qwen3.5").to_dict(), vision_config=vision)
-    assert probe(prepare(Qwen3_5ForConditionalGeneration(config).float(), 1.0), nullcontext) is None
+    model = Qwen3_5ForConditionalGeneration(config).float()
+    assert probe(prepare(model, 1.0), nullcontext) is None
 
 
-def test_a_model_with_an_adapter_is_as_before_afterwards():
+def test_a_model_with_an_adapter_is_as_before_afterwards(qwen):
     adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.5)
-    model = get_peft_model(prepared("qwen3"), adapter)
+    model = get_peft_model(qwen, adapter)
     run_as_served(model)
-    before = {
-        name: (weight.requires_grad, weight.clone()) for name, weight in model.named_parameters()
-    }
+    trained = {}
+    weights = {}
+    for name, weight in model.named_parameters():
+        trained[name] = weight.requires_grad
+        weights[name] = weight.clone()
     training = [module.training for module in model.modules()]
     random = torch.get_rng_state()
     assert probe(model, nullcontext) is None
     for name, weight in model.named_parameters():
-        requires_grad, value = before[name]
-        assert weight.requires_grad == requires_grad, name
+        assert weight.requires_grad == trained[name], name
         assert weight.grad is None, name
-        assert torch.equal(weight, value)
+        assert torch.equal(weight, weights[name])
     assert [module.training for module in model.modules()] == training
     assert torch.equal(torch.get_rng_state(), random)
     assert not model.get_input_embeddings()._forward_hooks
@@ -98,25 +99,21 @@ def test_a_model_with_an_adapter_is_as_before_afterwards():
 def leaking(family):
     """Return a model whose first layer mixes each token with the one before it, without an
     error."""
+
+    def mix(module, arguments):
+        return arguments[0] + pad(arguments[0], (0, 0, 1, -1))
+
     model = prepared(family)
-    part = model.model.layers[0].mlp
-    alone = part.forward
-
-    def mixes(hidden):
-        return alone(hidden + pad(hidden, (0, 0, 1, -1)))
-
-    part.forward = mixes
+    model.model.layers[0].mlp.register_forward_pre_hook(mix)
     return model
 
 
-@pytest.mark.parametrize(
-    ("family", "autocast"),
-    cases(
-        [("qwen3", nullcontext), ("gemma3", bf16), ("qwen3", bf16), ("gemma3", nullcontext)], 0, 1
-    ),
-)
+LEAKING = [("qwen3", nullcontext), ("gemma3", bf16), ("qwen3", bf16), ("gemma3", nullcontext)]
+
+
+@pytest.mark.parametrize(("family", "autocast"), cases(LEAKING, 0, 1))
 def test_a_layer_that_mixes_each_token_with_the_one_before_it_is_noticed(family, autocast):
-    assert "differ" in (probe(leaking(family), autocast) or "")
+    assert "differ" in probe(leaking(family), autocast)
 
 
 def test_linear_attention_that_is_not_known_is_noticed():
@@ -135,33 +132,30 @@ def test_linear_attention_that_is_not_known_is_noticed():
 
 
 @in_each_precision
-def test_keys_without_their_gradient_are_noticed(autocast, monkeypatch):
-    model = prepared("qwen3")
-    for layer in model.model.layers:
-        project = layer.self_attn.k_proj.forward
+def test_keys_without_their_gradient_are_noticed(qwen, autocast):
+    def cut(module, arguments, keys):
+        if keys.shape[1] > TRUNK + max(BRANCHES):
+            return keys.detach()
+        return keys
 
-        def cut(hidden, project=project):
-            found = project(hidden)
-            return found.detach() if hidden.shape[1] > TRUNK + max(BRANCHES) else found
-
-        monkeypatch.setattr(layer.self_attn.k_proj, "forward", cut)
-    assert "the gradient through earlier tokens differs" in (probe(model, autocast) or "")
+    for layer in qwen.model.layers:
+        layer.self_attn.k_proj.register_forward_hook(cut)
+    assert "the gradient through earlier tokens differs" in probe(qwen, autocast)
 
 
-@pytest.mark.parametrize(
-    ("adapter", "autocast"),
-    cases([(False, bf16), (True, nullcontext), (False, nullcontext), (True, bf16)], 0, 1),
-)
-def test_weights_without_their_gradient_are_noticed(adapter, autocast, monkeypatch):
-    model = prepared("qwen3")
-    body = model.model
+WITHOUT_GRADIENT = [(False, bf16), (True, nullcontext), (False, nullcontext), (True, bf16)]
+
+
+@pytest.mark.parametrize(("adapter", "autocast"), cases(WITHOUT_GRADIENT, 0, 1))
+def test_weights_without_their_gradient_are_noticed(qwen, adapter, autocast, monkeypatch):
+    model = qwen
+    body = qwen.model
     if adapter:
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
     assert probe(model, autocast) is None
     last = [weight for weight in body.layers[-1].parameters() if weight.requires_grad]
     inputs = Pack.inputs
-    forward = body.forward
 
     def cut(pack):
         """As with casts of weights that were made without a gradient."""
@@ -169,79 +163,72 @@ def test_weights_without_their_gradient_are_noticed(adapter, autocast, monkeypat
             weight.requires_grad_(False)
         return inputs(pack)
 
-    def uncut(*args, **options):
-        found = forward(*args, **options)
+    def uncut(*_):
         for weight in last:
             weight.requires_grad_(True)
-        return found
 
     monkeypatch.setattr(Pack, "inputs", cut)
-    monkeypatch.setattr(body, "forward", uncut)
-    assert "the gradient of the parameters differs by 1 " in (probe(model, autocast) or "")
+    body.register_forward_hook(uncut)
+    assert "the gradient of the parameters differs by 1 " in probe(model, autocast)
 
 
 @in_each_precision
-def test_a_window_that_is_not_seen_is_noticed(autocast, monkeypatch):
+def test_a_window_that_is_not_seen_is_noticed(autocast):
     model = prepared("gemma3")
     for layer in model.model.layers:
-        monkeypatch.setattr(layer.self_attn, "sliding_window", None)
+        layer.self_attn.sliding_window = None
         layer.self_attn.is_sliding = False
-    everywhere = probe(model, autocast)
-    assert "log-probabilities differ" in (everywhere or "")
+    assert "log-probabilities differ" in probe(model, autocast)
 
 
 def test_a_mask_that_is_neither_causal_nor_a_window_is_refused():
-    fields = COMMON | {
+    fields = {
+        "num_hidden_layers": 1,
         "intermediate_size_mlp": 64,
         "num_local_experts": 2,
         "attention_chunk_size": 16,
     }
-    model = Llama4ForCausalLM(Llama4TextConfig(**fields | {"num_hidden_layers": 1}))
+    model = Llama4ForCausalLM(Llama4TextConfig(**COMMON | fields))
     assert probe(prepare(model, 1.0), nullcontext)
 
 
 @pytest.mark.parametrize(
     ("family", "autocast"), [("qwen3", nullcontext), ("qwen3", bf16), ("qwen3.5", nullcontext)]
 )
-def test_positions_that_do_not_begin_again_at_a_branch_are_noticed(family, autocast, monkeypatch):
+def test_positions_that_do_not_begin_again_at_a_branch_are_noticed(family, autocast):
+    def count(module, arguments):
+        hidden, positions = arguments
+        return hidden, torch.arange(hidden.shape[1]).expand_as(positions)
+
     model = prepared(family)
-    forward = model.model.rotary_emb.forward
-
-    def counted(hidden, positions):
-        return forward(hidden, torch.arange(hidden.shape[1]).expand_as(positions))
-
-    monkeypatch.setattr(model.model.rotary_emb, "forward", counted)
-    assert "differ" in (probe(model, autocast) or "")
+    model.model.rotary_emb.register_forward_pre_hook(count)
+    assert "differ" in probe(model, autocast)
 
 
 def test_virtual_tokens_of_an_adapter_are_noticed():
-    model = get_peft_model(
-        prepared("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    )
-    assert probe(model, nullcontext)
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    assert probe(get_peft_model(prepared("llama"), prefix), nullcontext)
 
 
-def test_too_little_memory_is_an_error_and_no_reason(monkeypatch):
-    def full(*args):
+def test_too_little_memory_is_an_error_and_no_reason(qwen):
+    def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model = prepared("qwen3")
-    monkeypatch.setattr(attention._Attention, "apply", full)
+    qwen.model.register_forward_hook(full)
     with pytest.raises(InputError, match="not enough memory to check"):
-        probe(model, nullcontext)
-    assert model.training
+        probe(qwen, nullcontext)
+    assert qwen.training
 
 
-def test_plain_rows_run_one_at_a_time():
-    model = prepared("llama")
-    shapes = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, options: shapes.append(tuple(options["input_ids"].shape)),
-        with_kwargs=True,
-    )
-    assert probe(model, nullcontext) is None
-    assert len(shapes) == 1 + 2 * 4
-    assert all(rows == 1 for rows, _ in shapes)
+def test_plain_rows_run_one_at_a_time(qwen):
+    rows = []
+
+    def note(module, arguments, options):
+        rows.append(len(options["input_ids"]))
+
+    qwen.model.register_forward_pre_hook(note, with_kwargs=True)
+    assert probe(qwen, nullcontext) is None
+    assert rows == [1] * (1 + 2 * 4)
 
 
 def shard(model):

@@ -11,14 +11,15 @@ from peft import LoraConfig, get_peft_model
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step import linear
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import Pack, PaddedRows, TraceRow
+from rolltap.trainer.training.step.pack import PaddedRows, TraceRow
 from rolltap.trainer.training.step.routing import Replay
 from tests.deep import cases
 from tests.trainer.training.step.small_models import (
     branching_rows,
+    pack_of,
+    packed_pass,
     plain_pass,
     small_model,
-    take_gradient,
 )
 
 EXPERTS = 4
@@ -30,23 +31,23 @@ pytestmark = [
 ]
 
 
-def chosen(ids: Any, layers: int) -> Any:
-    """Experts that depend on a token, its position and the layer, and on no router."""
-    experts = np.empty((len(ids) - 1, layers, TOP_K), np.int16)
-    for position, token in enumerate(ids[:-1]):
-        for layer in range(layers):
-            random = np.random.default_rng([token, position, layer])
-            experts[position, layer] = random.permutation(EXPERTS)[:TOP_K]
-    return experts
+@pytest.fixture
+def moe() -> Any:
+    return prepare(small_model("qwen3-moe"), 1.0)
 
 
 def routed(model: Any, rows: list[TraceRow]) -> list[TraceRow]:
-    layers = model.config.get_text_config().num_hidden_layers
-    return [replace(row, experts=chosen(row.ids, layers)) for row in rows]
-
-
-def unrouted(rows: list[TraceRow]) -> list[TraceRow]:
-    return [replace(row, experts=None) for row in rows]
+    """Return rows with experts that depend on a token, its position and the layer, and on no
+    router."""
+    found = []
+    for row in rows:
+        shape = (len(row.ids) - 1, model.config.num_hidden_layers, TOP_K)
+        experts = np.empty(shape, np.int16)
+        for position, layer in np.ndindex(shape[:2]):
+            random = np.random.default_rng([row.ids[position], position, layer])
+            experts[position, layer] = random.permutation(EXPERTS)[:TOP_K]
+        found.append(replace(row, experts=experts))
+    return found
 
 
 def values_at(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -63,38 +64,32 @@ def values_at(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch
     return values
 
 
-def force(router: Any, layer: int, now: list[TraceRow]) -> None:
-    """Let a router choose the experts of the row in `now`."""
+def force(router: Any, layer: int, row: TraceRow) -> None:
+    """Let a router choose the experts of a row."""
 
     def forward(hidden: Any) -> Any:
         logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
         # the last token has none: it has no influence
-        experts = torch.from_numpy(now[0].experts[:, layer]).long()
+        experts = torch.from_numpy(row.experts[:, layer]).long()
         experts = torch.cat([experts, experts.new_tensor([range(TOP_K)])])
         return logits, values_at(router, logits, experts), experts
 
     router.forward = forward
 
 
-Tensors = tuple[torch.Tensor, torch.Tensor]
-
-
-def forced(model: Any, rows: list[TraceRow], weights: torch.Tensor) -> Tensors:
-    """Log-probabilities of plain passes whose routers are written here again, and the gradient of
-    their sum."""
+def forced(model: Any, rows: list[TraceRow], weights: torch.Tensor) -> Any:
+    """Run plain passes whose routers are written here again."""
     routers = []
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
             routers.append(module)
     assert routers
-    now: list[TraceRow] = []
-    first = model.config.get_text_config().num_hidden_layers - len(routers)
-    for layer, router in enumerate(routers, first):
-        force(router, layer, now)
+    first = model.config.num_hidden_layers - len(routers)
     logprobs = torch.zeros(weights.shape)
     gradient: Any = 0
     for i, row in enumerate(rows):
-        now[:] = [row]
+        for layer, router in enumerate(routers, first):
+            force(router, layer, row)
         own, _, part = plain_pass(model, [row], weights[i : i + 1])
         logprobs[i] = own[0]
         gradient = gradient + part
@@ -103,24 +98,18 @@ def forced(model: Any, rows: list[TraceRow], weights: torch.Tensor) -> Tensors:
     return logprobs, gradient
 
 
-def run(model: Any, replay: Replay, forest: Any, weights: torch.Tensor) -> Tensors:
+def replayed(model: Any, replay: Replay, forest: Any, weights: torch.Tensor) -> Any:
     replay.begin(model, forest.experts)
-    logprobs = forest.unpack(model(**forest.inputs()).log_probs)
-    (logprobs * weights).sum().backward()
-    return logprobs.detach(), take_gradient(model)
+    logprobs, _, gradient = packed_pass(model, forest, weights)
+    return logprobs, gradient
 
 
-def packed(rows: list[TraceRow]) -> Pack:
-    return Pack([[row] for row in rows])
+def packed(rows: list[TraceRow]) -> Any:
+    return pack_of(rows)[0]
 
 
 def padded(rows: list[TraceRow]) -> PaddedRows:
     return PaddedRows([[row] for row in rows], torch.device("cpu"))
-
-
-def weights_of(rows: list[TraceRow]) -> torch.Tensor:
-    mask = packed(rows).mask
-    return torch.randn(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
 
 
 CASES = [
@@ -139,53 +128,51 @@ LOOSE = {"qwen3.5-moe": 100}
 
 
 @pytest.mark.parametrize(("family", "forest"), cases(CASES, 0, 1, 2))
-def test_replayed_experts_are_those_of_a_forced_router(family, forest, monkeypatch):
+def test_replayed_experts_are_those_of_a_forced_router(family, forest, chunks_of):
     model = prepare(small_model(family, **FIELDS.get(family, {})), 1.0)
-    rows = branching_rows()
+    plain = branching_rows()
     if forest is padded:
-        rows = rows[:6]
-    rows = routed(model, rows)
-    weights = weights_of(rows)
+        plain = plain[:6]
+    rows = routed(model, plain)
+    _, weights = pack_of(rows)
     wanted, exact = forced(model, rows, weights)
     replay = Replay()
     model.activation_checkpointing_enable()
-    own, _ = run(model.train(), replay, forest(unrouted(rows)), weights)
+    own, _ = replayed(model.train(), replay, forest(plain), weights)
     tolerance = 5e-5 * LOOSE.get(family, 1)
     for chunk in (linear.CHUNK, 300):
-        monkeypatch.setattr(linear, "CHUNK", chunk)
-        found, gradient = run(model, replay, forest(rows), weights)
+        chunks_of(chunk)
+        found, gradient = replayed(model, replay, forest(rows), weights)
         assert (found - own).abs().max() > 1e-2
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=0)
         assert (gradient - exact).norm() < tolerance * exact.norm()
-        replayed, differ = replay.taken().tolist()
-        assert 0 < differ < replayed
+        choices, differ = replay.taken().tolist()
+        assert 0 < differ < choices
     assert not replay.taken().any()
 
 
-def test_sessions_share_a_prefix_only_as_far_as_their_experts_agree():
-    model = prepare(small_model("qwen3-moe"), 1.0)
+def test_sessions_share_a_prefix_only_as_far_as_their_experts_agree(moe):
     plain = branching_rows()[:4]
-    rows = routed(model, plain)
-    for number, row in enumerate(rows):
-        row.experts[20 + 3 * (number // 2) :] += number // 2
+    rows = routed(moe, plain)
+    for row in rows[2:]:
+        row.experts[23:] += 1
         row.experts[:] %= EXPERTS
-    weights = weights_of(rows)
-    wanted, exact = forced(model, rows, weights)
-    pack = packed(rows)
-    found, gradient = run(model, Replay(), pack, weights)
+    pack, weights = pack_of(rows)
+    wanted, exact = forced(moe, rows, weights)
+    found, gradient = replayed(moe, Replay(), pack, weights)
     torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
     assert (gradient - exact).norm() < 1e-5 * exact.norm()
     alone = sum(packed([row]).tokens for row in rows)
     assert packed(plain).tokens < pack.tokens < alone
 
 
-def test_adapters_of_routers_and_experts_get_the_gradients_of_replayed_passes():
+def test_adapters_of_routers_and_experts_get_the_gradients_of_replayed_passes(moe):
     adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(prepare(small_model("qwen3-moe"), 1.0), adapter)
+    model = get_peft_model(moe, adapter)
     rows = routed(model, branching_rows()[:5])
-    weights = weights_of(rows)
+    pack, weights = pack_of(rows)
     replay = Replay()
-    _, found = run(model, replay, packed(rows), weights)
+    _, found = replayed(model, replay, pack, weights)
     exact: Any = 0
     for i, row in enumerate(rows):
         replay.begin(model, np.concatenate([row.experts, row.experts[-1:]]))
@@ -195,30 +182,27 @@ def test_adapters_of_routers_and_experts_get_the_gradients_of_replayed_passes():
     assert router.lora_A.default.weight.requires_grad
 
 
-def test_after_its_end_a_model_routes_by_itself():
-    model = prepare(small_model("qwen3-moe"), 1.0)
-    rows = routed(model, branching_rows()[:2])
-    recorded = packed(rows)
-    plain = packed(unrouted(rows))
+@torch.no_grad()
+def test_after_its_end_a_model_routes_by_itself(moe):
+    rows = branching_rows()[:2]
+    plain = packed(rows)
+    recorded = packed(routed(moe, rows))
     replay = Replay()
-    with torch.no_grad():
-        own = model(**plain.inputs()).log_probs
-        replay.begin(model, recorded.experts)
-        assert not torch.equal(model(**recorded.inputs()).log_probs, own)
-        replay.end()
-        assert torch.equal(model(**plain.inputs()).log_probs, own)
+    own = moe(**plain.inputs()).log_probs
+    replay.begin(moe, recorded.experts)
+    assert not torch.equal(moe(**recorded.inputs()).log_probs, own)
+    replay.end()
+    assert torch.equal(moe(**plain.inputs()).log_probs, own)
 
 
-def test_models_whose_experts_cannot_be_replayed_are_refused():
-    rows = branching_rows()[:4]
+def test_models_whose_experts_cannot_be_replayed_are_refused(moe):
+    pack = packed(routed(moe, branching_rows()[:4]))
     dense = prepare(small_model("qwen3"), 1.0)
     with pytest.raises(InputError, match="Qwen3ForCausalLM has no experts"):
-        Replay().begin(dense, packed(routed(dense, rows)).experts)
-    model = prepare(small_model("qwen3-moe"), 1.0)
-    experts = packed(routed(model, rows)).experts
+        Replay().begin(dense, pack.experts)
     with pytest.raises(InputError, match="experts of 1 layers, but the model has 3"):
-        Replay().begin(model, experts[:, :1])
+        Replay().begin(moe, pack.experts[:, :1])
     replay = Replay()
-    replay.begin(model, experts[:, :, :1])
+    replay.begin(moe, pack.experts[:, :, :1])
     with pytest.raises(InputError, match="chose 1 of 4 experts 0 times"):
-        model(**packed(routed(model, rows)).inputs())
+        moe(**pack.inputs())
