@@ -11,8 +11,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from rolltap.trainer.nodes import fleet as fleet_module
 from tests.boxes import wait_until_dead
 from tests.scripted_engine import Say, ScriptedEngine
+from tests.trainer.nodes.local import local_fleet
 
 SLOTS = 8
 """Sessions that run at once on a node."""
@@ -27,7 +29,7 @@ class Nodes:
         health = {
             "health_check_initial_delay_ms": 0,
             "health_check_period_ms": 300,
-            "health_check_timeout_ms": 5000,
+            "health_check_timeout_ms": 120_000,
         }
         head = {
             "num_cpus": 1,
@@ -36,7 +38,8 @@ class Nodes:
             "_system_config": health,
         }
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.address, self.added = self.cluster.address, []
+        self.address = self.cluster.address
+        self.added = []
 
     def add(self, slots=SLOTS):
         """Add a node that runs so many sessions at once."""
@@ -51,10 +54,9 @@ class Nodes:
         end of all."""
         own = [info.process.pid for infos in node.all_processes.values() for info in infos]
         killed = {}
+        # stopped first, so that none starts a further one or notes the end of another
         while new := [pid for pid in processes_of(own) if pid not in killed]:
-            for pid in (
-                new
-            ):  # stopped first, so that none starts a further one or notes the end of another
+            for pid in new:
                 with suppress(ProcessLookupError):
                     killed[pid] = os.pidfd_open(pid)
                     signal.pidfd_send_signal(killed[pid], signal.SIGSTOP)
@@ -122,12 +124,8 @@ def processes_below(folder):
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            line = (
-                Path(f"/proc/{pid}/cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
-            )
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            line = command.replace(b"\0", b" ").decode(errors="replace")
             if str(folder) in line and "/ray/" not in line:
                 found[int(pid)] = line
     return found
@@ -136,3 +134,33 @@ def processes_below(folder):
 def left_below(folder):
     """Return the `processes_below` a folder that do not end: a recorder takes its time."""
     return {pid: line for pid, line in processes_below(folder).items() if not wait_until_dead(pid)}
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Return a function of a module and a name of it: that time is 0 from now on, or as given."""
+
+    def at_once(module, name, seconds=0.0):
+        monkeypatch.setattr(module, name, seconds)
+
+    return at_once
+
+
+@pytest.fixture
+def make_fleet(tmp_path, monkeypatch, at_once):
+    """Return a function that makes a fleet of local nodes, which is not open."""
+
+    def make_fleet(*names):
+        at_once(fleet_module, "UNAVAILABLE_SECONDS")
+        return local_fleet(tmp_path / "run", monkeypatch, names or ["a"])
+
+    return make_fleet
+
+
+@pytest.fixture
+async def fleet(make_fleet):
+    """Yield a fleet of the node `a`."""
+    made = make_fleet()
+    await made.open()
+    yield made
+    await made.close()

@@ -40,21 +40,27 @@ class Sessions:
 
     def __init__(self, out):
         self.out = out
-        self.began, self.may_end = defaultdict(asyncio.Event), defaultdict(asyncio.Event)
+        self.began = defaultdict(asyncio.Event)
+        self.may_end = defaultdict(asyncio.Event)
         self.failing = {}
         """Session -> the error that it raises in place of its end."""
         self.unlucky = set()
         """Sessions that the machine keeps from their end."""
         self.stuck = set()
         """Sessions that do not end when they are stopped."""
-        self.writers, self.groups = {}, {}
+        self.writers = {}
+        self.groups = {}
 
-    def fit(self, tasks, private): ...
+    def fit(self, tasks, private):
+        if LocalSetup.unfit:
+            raise LocalSetup.unfit.pop()
 
     def node(self):
         return self
 
     async def __aenter__(self):
+        if LocalSetup.is_slow:
+            await asyncio.Event().wait()
         write_run(self.out)
         return self
 
@@ -72,22 +78,25 @@ class Sessions:
     async def run(self, attempt, enter):
         name = attempt.session_id
         await enter("running")
-        writer, self.groups[name] = self.writer(attempt.group), attempt.group
-        session = make_session(
-            name, group_id=attempt.group.group_id, status="cancelled", reward=None
-        )
+        self.groups[name] = attempt.group
+        writer = self.writer(attempt.group)
+        group_id = attempt.group.group_id
+        session = make_session(name, group_id=group_id, status="cancelled", reward=None)
         writer.add_event(started_event(session))
         self.began[name].set()
         try:
             await self.may_end[name].wait()
             if name in self.failing:
-                session.status, session.error = "infrastructure", str(self.failing[name])
+                session.status = "infrastructure"
+                session.error = str(self.failing[name])
                 raise self.failing[name]
             if name in self.unlucky:
-                session.status, session.error = "infrastructure", "the machine is broken"
+                session.status = "infrastructure"
+                session.error = "the machine is broken"
                 return Facts()
             await enter("judging")
-            session.status, session.reward = "completed", 1.0
+            session.status = "completed"
+            session.reward = 1.0
         except asyncio.CancelledError:
             session.error = attempt.why_stopped
             if name in self.stuck:
@@ -104,7 +113,9 @@ class Handle:
     `once`. Methods in `hanging` never answer."""
 
     def __init__(self, actor):
-        self.actor, self.error, self.once, self.calls = actor, None, None, []
+        self.actor = actor
+        self.error = None
+        self.once = None
         self.hanging = set()
 
     def __getattr__(self, name):
@@ -113,7 +124,6 @@ class Handle:
             # an error that nobody waits for would be logged by the garbage collector, which may run
             # in any later test
             call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            self.calls.append(call)
             return asyncio.shield(call)  # it goes on when the driver does not wait any more
 
         return SimpleNamespace(remote=remote)
@@ -124,7 +134,8 @@ class Handle:
         if name in self.hanging:
             await asyncio.Event().wait()
         answer = await getattr(self.actor, name)(*pickle.loads(pickle.dumps(arguments)))
-        once, self.once = self.once, None
+        once = self.once
+        self.once = None
         if once is not None or self.error is not None:
             raise once or self.error  # it was done, and the answer is lost
         return pickle.loads(pickle.dumps(answer))
@@ -140,7 +151,8 @@ class LocalCluster:
             ObjectLostError=ObjectLostError,
         )
         self.ray = SimpleNamespace(exceptions=exceptions, kill=self.kill)
-        self.address, self.names = "here", ["a"]
+        self.address = "here"
+        self.names = []
 
     def nodes(self):
         return {name: ClusterNode(name, 4) for name in self.names}
@@ -157,25 +169,35 @@ class LocalCluster:
 
 
 class LocalSetup(Setup):
-    """The setup of actors of this process. `workers` has their workers."""
+    """The setup of actors of this process.
+
+    Attributes:
+        workers: Their workers.
+        unfit: Errors of the next workers that are asked whether the tasks fit.
+        is_slow: True when a further worker never gets ready.
+    """
 
     workers: ClassVar = []
+    unfit: ClassVar = []
+    is_slow: ClassVar = False
 
     def worker(self, out):
         self.workers.append(Sessions(out))
         return self.workers[-1]
 
 
-def local_fleet(run, monkeypatch, names=("a",)):
+def local_fleet(run, patch, names):
     """Return a fleet that is not open yet."""
-    monkeypatch.setattr(
-        actor_module, "require_ray", lambda: SimpleNamespace(put=lambda packages: packages)
-    )
-    monkeypatch.setattr(actor_module, "WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(actor_module, "Engines", lambda urls: SimpleNamespace(silent=list))
-    monkeypatch.setattr(LocalSetup, "workers", [])
+    put = SimpleNamespace(put=lambda packages: packages)
+    patch.setattr(actor_module, "require_ray", lambda: put)
+    patch.setattr(actor_module, "WAIT_SECONDS", 0.0)
+    patch.setattr(actor_module, "Engines", lambda urls: SimpleNamespace(silent=list))
+    patch.setattr(LocalSetup, "workers", [])
+    patch.setattr(LocalSetup, "unfit", [])
+    patch.setattr(LocalSetup, "is_slow", False)
     setup = LocalSetup(RolloutConfig(retries=2), None, "http://e", "model")
     fleet = Fleet("here", run, setup)
-    fleet.cluster, fleet.found = LocalCluster(), None
+    fleet.cluster = LocalCluster()
     fleet.cluster.names = list(names)
+    fleet.found = None
     return fleet

@@ -15,22 +15,16 @@ from rolltap.trainer.rollouts import runner as runner_module
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.tasks.task import Task
-from tests.trainer.nodes.local import LocalSetup, RayError, Sessions, local_fleet, until
+from tests.trainer.nodes.local import LocalSetup, RayError, until
 
-GROUP = Group(
-    Task(id="t", instruction="go", evaluate=["true"]), "g.0", [f"g.0-{index}" for index in range(4)]
-)
+TASK = Task(id="t", instruction="go", evaluate=["true"])
+GROUP = Group(TASK, "g.0", ["g.0-0", "g.0-1", "g.0-2", "g.0-3"])
 
 
-@pytest.fixture
-async def fleet(tmp_path, monkeypatch):
-    monkeypatch.setattr(attach_module, "TICK_SECONDS", 0.0)
-    monkeypatch.setattr(fleet_module, "UNAVAILABLE_SECONDS", 0.0)
-    monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 0.0)
-    made = local_fleet(tmp_path / "run", monkeypatch)
-    await made.open()
-    yield made
-    await made.close()
+@pytest.fixture(autouse=True)
+def without_pauses(at_once):
+    at_once(attach_module, "TICK_SECONDS")
+    at_once(runner_module, "PAUSE_SECONDS")
 
 
 @asynccontextmanager
@@ -43,8 +37,10 @@ async def runner_of(fleet, **how):
 def worker_of(fleet, name):
     """Return the worker in the actor of a node."""
     actor = fleet.members[name].actor.actor
-    (worker,) = (worker for worker in LocalSetup.workers if worker.out == actor._out)
-    return worker
+    for worker in LocalSetup.workers:
+        if worker.out == actor._out:
+            return worker
+    raise AssertionError(f"node {name} has no worker")
 
 
 async def began(worker, *names):
@@ -58,7 +54,17 @@ def let_end(worker, *names):
 
 
 def statuses(fleet):
-    return {row["session_id"]: row["status"] for row in read_rows(fleet._run, "sessions")}
+    return {row["session_id"]: row["status"] for row in rows_of(fleet, "sessions")}
+
+
+def statuses_begun(fleet):
+    return {row["session_id"] for row in rows_of(fleet, "events")}
+
+
+def rows_of(fleet, table):
+    """Return the rows of the driver's run, if there are any yet."""
+    run = fleet._run
+    return [*read_rows(run, table)] if (run / "run.json").exists() else []
 
 
 async def test_a_lost_nodes_sessions_run_on_a_node_that_came_later_each_with_one_more_attempt(
@@ -82,40 +88,24 @@ async def test_a_lost_nodes_sessions_run_on_a_node_that_came_later_each_with_one
     assert [session.session_id for session in ended[:4]] == GROUP.session_ids
     assert {session.error for session in ended[:4]} == {"node a is gone"}
     assert sorted(session.session_id for session in ended[4:]) == again
-    assert statuses(fleet) == dict.fromkeys(GROUP.session_ids, "infrastructure") | dict.fromkeys(
-        again, "completed"
-    )
+    lost = dict.fromkeys(GROUP.session_ids, "infrastructure")
+    assert statuses(fleet) == lost | dict.fromkeys(again, "completed")
 
 
-def statuses_begun(fleet):
-    if not (fleet._run / "run.json").exists():
-        return set()
-    return {row["session_id"] for row in read_rows(fleet._run, "events")}
-
-
-async def test_a_session_whose_nodes_are_lost_is_retried_as_often_as_any_other(fleet, monkeypatch):
-    monkeypatch.setattr(fleet_module, "AGAIN_SECONDS", 0.0)
-    group = replace(GROUP, session_ids=["g.0-0"])
+async def test_a_session_whose_nodes_are_lost_is_retried_as_often_as_any_other(fleet, at_once):
+    at_once(fleet_module, "AGAIN_SECONDS")
+    attempts = ["g.0-0", "g.0-0~1", "g.0-0~2"]
     fleet.cluster.names.append("spare")  # so that the runner always has a node
     async with runner_of(fleet) as runner:
-        result = await runner.submit(group)
-        for session_id in ["g.0-0", "g.0-0~1", "g.0-0~2"]:
-            await until(
-                lambda session_id=session_id: (
-                    session_id in statuses_begun(fleet) and len(runner.nodes) == 2
-                )
-            )
-            (worker,) = (each for each in LocalSetup.workers if each.began[session_id].is_set())
-            (name,) = (
-                name for name in fleet.members if fleet.members[name].actor.actor._out == worker.out
-            )
-            fleet.members[name].actor.error = RayError("no power")
+        result = await runner.submit(replace(GROUP, session_ids=["g.0-0"]))
+        for name in attempts:
+            await until(lambda name=name: name in statuses_begun(fleet) and len(runner.nodes) == 2)
+            for member in [*fleet.members.values()]:
+                if worker_of(fleet, member.name).began[name].is_set():
+                    member.actor.error = RayError("no power")
         ended = await result
-    assert [(session.session_id, session.status) for session in ended] == [
-        ("g.0-0", "infrastructure"),
-        ("g.0-0~1", "infrastructure"),
-        ("g.0-0~2", "infrastructure"),
-    ]
+    assert [session.session_id for session in ended] == attempts
+    assert {session.status for session in ended} == {"infrastructure"}
 
 
 async def test_the_loss_of_the_last_node_ends_the_rollout_with_its_error(fleet):
@@ -155,32 +145,29 @@ async def test_one_runner_after_the_other_uses_the_same_nodes(fleet):
     assert statuses(fleet) == {"g.0-0": "completed", "g.1-0": "completed"}
 
 
-async def test_a_deadline_passes_while_a_new_node_takes_its_time_to_join(fleet, monkeypatch):
-    async def stay(self):
-        await asyncio.Event().wait()
-
+async def test_a_deadline_passes_while_a_new_node_takes_its_time_to_join(fleet):
     async with runner_of(fleet) as runner:
-        monkeypatch.setattr(Sessions, "__aenter__", stay)
+        LocalSetup.is_slow = True
         fleet.cluster.names.append("b")
         await until(lambda: len(LocalSetup.workers) == 2)
         result = await runner.submit(GROUP, seconds=0.0)
         assert await result == []
 
 
-async def test_a_silent_node_gets_no_further_group_and_is_lost_after_a_while(fleet, monkeypatch):
+async def test_a_silent_node_gets_no_further_group_and_is_lost_after_a_while(fleet, at_once):
     asked = []
 
     async def stay(number, policies):
         asked.append(number)
         await until(lambda: lost.actor.error)
 
-    monkeypatch.setattr(attach_module, "SILENT_SECONDS", -1.0)
+    at_once(attach_module, "SILENT_SECONDS", -1.0)
     async with runner_of(fleet) as runner:
         await until(lambda: runner._queue._nodes["a"].rests)
         result = await runner.submit(GROUP)
         fleet.cluster.names.append("b")
         await until(lambda: "b" in runner.nodes)
-        monkeypatch.setattr(attach_module, "SILENT_SECONDS", 60.0)
+        at_once(attach_module, "SILENT_SECONDS", 600.0)
         await until(lambda: not runner._queue._nodes["a"].rests)
         let_end(worker_of(fleet, "a"), *GROUP.session_ids)
         let_end(worker_of(fleet, "b"), *GROUP.session_ids)
@@ -192,7 +179,7 @@ async def test_a_silent_node_gets_no_further_group_and_is_lost_after_a_while(fle
         await until(lambda: fleet.members.get("a") is not lost)
 
 
-async def test_a_node_that_is_given_up_is_closed_and_its_sessions_run_elsewhere(fleet, monkeypatch):
+async def test_a_node_that_is_given_up_is_closed_and_its_sessions_run_elsewhere(fleet):
     group = replace(GROUP, session_ids=GROUP.session_ids[:2])
     async with runner_of(fleet, give_up_after=1) as runner:
         broken = worker_of(fleet, "a")
@@ -216,13 +203,11 @@ async def test_a_node_that_is_given_up_is_closed_and_its_sessions_run_elsewhere(
 
 async def test_a_runner_of_somebody_else_keeps_its_sessions_when_the_nodes_leave(fleet):
     nodes_lost = []
-    runner = GroupRunner(
-        [],
-        lambda *_: None,
-        retries=2,
-        give_up_after=8,
-        lost=lambda node, _: nodes_lost.append(node.name),
-    )
+
+    def lost(node, why):
+        nodes_lost.append(node.name)
+
+    runner = GroupRunner([], lambda *_: None, retries=2, give_up_after=8, lost=lost)
     async with runner:
         result = await runner.submit(replace(GROUP, session_ids=["g.0-0"]))
         async with attached(fleet, runner):

@@ -12,7 +12,7 @@ from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.node import NodeLostError
 from rolltap.trainer.tasks.task import Task
 from tests.factories import write_run
-from tests.trainer.nodes.local import LocalSetup, ObjectLostError, Sessions, local_fleet, until
+from tests.trainer.nodes.local import LocalSetup, ObjectLostError, until
 
 
 @pytest.fixture
@@ -20,62 +20,49 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
+MISSING = InputError("'codex' is not on the PATH")
+
+
 async def test_a_node_whose_worker_fails_is_not_used_and_tried_again_after_a_while(
-    run, monkeypatch
+    make_fleet, at_once
 ):
-    errors = [InputError("'codex' is not on the PATH")]
-
-    def fail_once(self, tasks, private):
-        while errors:
-            raise errors.pop()
-
-    monkeypatch.setattr(Sessions, "fit", fail_once)
-    fleet = local_fleet(run, monkeypatch, ["a", "b"])
+    fleet = make_fleet("a", "b")
+    LocalSetup.unfit.append(MISSING)
     await fleet.open()
     (kept,) = fleet.members
     assert fleet.newcomers() == []
-    monkeypatch.setattr(fleet_module, "AGAIN_SECONDS", 0.0)
+    at_once(fleet_module, "AGAIN_SECONDS")
     fleet.drop(fleet.members[kept])
     assert fleet.newcomers() == [kept]
     assert await fleet.join(kept) is None
     await fleet.close()
 
 
-async def test_a_fleet_without_a_node_raises_the_first_nodes_error(run, monkeypatch):
-    def fail(self, tasks, private):
-        raise InputError("'codex' is not on the PATH")
-
-    monkeypatch.setattr(Sessions, "fit", fail)
-    fleet = local_fleet(run, monkeypatch, ["a", "b"])
+async def test_a_fleet_without_a_node_raises_the_first_nodes_error(make_fleet):
+    fleet = make_fleet("a", "b")
+    LocalSetup.unfit += [MISSING, MISSING]
     with pytest.raises(InputError, match="node a: 'codex' is not on the PATH"):
         await fleet.open()
 
 
-async def test_a_node_of_another_tokenizer_is_not_used(run, monkeypatch):
+async def test_a_node_of_another_tokenizer_is_not_used(run, make_fleet):
     write_run(run, tokenizer_sha256="other")
-    fleet = local_fleet(run, monkeypatch)
     with pytest.raises(RunError, match=r"node a: .* was recorded with another tokenizer"):
-        await fleet.open()
+        await make_fleet().open()
 
 
-async def test_a_join_that_is_stopped_leaves_no_member(run, monkeypatch):
-    async def stay(self):
-        await asyncio.Event().wait()
-
-    fleet = local_fleet(run, monkeypatch)
-    await fleet.open()
+async def test_a_join_that_is_stopped_leaves_no_member(fleet):
     fleet.cluster.names.append("b")
-    monkeypatch.setattr(Sessions, "__aenter__", stay)
+    LocalSetup.is_slow = True
     joining = asyncio.ensure_future(fleet.join("b"))
     await until(lambda: len(LocalSetup.workers) == 2)
     joining.cancel()
     await asyncio.wait([joining])
     assert fleet.members.keys() == {"a"}
-    await fleet.close()
 
 
-async def test_a_start_waits_for_the_writer_of_a_killed_driver(run, monkeypatch):
-    fleet = local_fleet(run, monkeypatch)
+async def test_a_start_waits_for_the_writer_of_a_killed_driver(run, make_fleet):
+    fleet = make_fleet()
     with rollout_lock(run):  # of the driver, which is killed while its writer appends
         await fleet.open()
     with pytest.raises(RunError, match="still records into"), rollout_lock(run, lambda: True):
@@ -85,37 +72,34 @@ async def test_a_start_waits_for_the_writer_of_a_killed_driver(run, monkeypatch)
         pass
 
 
-async def test_a_node_that_does_not_close_does_not_keep_the_driver(run, monkeypatch):
-    fleet = local_fleet(run, monkeypatch)
+async def test_a_node_that_does_not_close_does_not_keep_the_driver(make_fleet, at_once):
+    fleet = make_fleet()
     await fleet.open()
     fleet.members["a"].actor.hanging.add("close")
-    monkeypatch.setattr(fleet_module, "LOST_SECONDS", 0.0)
+    at_once(fleet_module, "LOST_SECONDS")
     await fleet.close()
     assert fleet.members == {}
 
 
-async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run, monkeypatch):
-    fleet = local_fleet(run, monkeypatch)
-    await fleet.open()
+async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(fleet):
     fleet._writer.error = ObjectLostError("its owner died")
-    with pytest.raises(
-        NodeLostError, match="a node is gone, with a report that was not written yet"
-    ):
+    lost = "a node is gone, with a report that was not written yet"
+    with pytest.raises(NodeLostError, match=lost):
         await fleet.write("append", [], "a", 1)
     fleet._writer.error = None
-    await fleet.close()
 
 
-def test_tasks_of_an_evaluation_are_taken_beside_those_of_the_training(run, monkeypatch):
-    trained, same, held_out = (Task(id=name, instruction="go", evaluate=["true"]) for name in "aab")
-    fleet = local_fleet(run, monkeypatch)
-    fleet.tasks = []
-    fleet.add_tasks([trained], Examined([trained], {"a": "1"}, {"a": {"task": "1"}}, ["an engine"]))
+def test_tasks_of_an_evaluation_are_taken_beside_those_of_the_training(make_fleet):
+    trained = Task(id="a", instruction="go", evaluate=["true"])
+    held_out = trained.model_copy(update={"id": "b"})
+    first = Examined([trained], {"a": "1"}, {"a": {"task": "1"}}, ["an engine"])
     keys = {"a": {"task": "2"}, "b": {"task": "3"}}
-    fleet.add_tasks(
-        [same, held_out], Examined([same, held_out], {"a": "2", "b": "3"}, keys, ["an engine"])
-    )
-    assert fleet.tasks == fleet.found.tasks == [trained, same, held_out]
+    second = Examined([trained, held_out], {"a": "2", "b": "3"}, keys, ["an engine"])
+    fleet = make_fleet()
+    fleet.tasks = []
+    fleet.add_tasks([trained], first)
+    fleet.add_tasks([trained, held_out], second)
+    assert fleet.tasks == fleet.found.tasks == [trained, trained, held_out]
     assert fleet.found.digests == {"a": "1", "b": "3"}
     assert fleet.found.keys == {"a": {"task": "1"}, "b": {"task": "3"}}
 

@@ -2,6 +2,8 @@
 order."""
 
 import asyncio
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,6 @@ import pytest
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.nodes import fleet as fleet_module
 from rolltap.trainer.nodes import ray as ray_module
 from rolltap.trainer.nodes.ray import RayNode
 from rolltap.trainer.rollouts.node import NodeLostError, SessionAttempt
@@ -21,34 +22,37 @@ from tests.trainer.nodes.local import (
     ActorUnavailableError,
     LocalSetup,
     RayError,
-    local_fleet,
     until,
 )
 
-GROUP = Group(
-    Task(id="t", instruction="go", evaluate=["true"]), "g.0", [f"g.0-{index}" for index in range(4)]
-)
+TASK = Task(id="t", instruction="go", evaluate=["true"])
+GROUP = Group(TASK, "g.0", ["g.0-0", "g.0-1", "g.0-2", "g.0-3"])
 
 
 class Driver:
     """A driver with a fleet of one node, and the sessions that it runs there."""
 
     def __init__(self, fleet, run):
-        self.fleet, self.run_folder = fleet, run
-        self.entered, self.attempts = [], {}
+        self.fleet = fleet
+        self.run_folder = run
+        self.entered = []
+        self.attempts = {}
         self.slots = {"running": asyncio.Event(), "judging": asyncio.Event()}
         for slot in self.slots.values():
             slot.set()
 
-    async def start(self):
-        await self.fleet.open()
-        (member,) = self.fleet.members.values()
-        self.handle, (self.sessions,) = member.actor, LocalSetup.workers
-        self.attach(member)
+        (member,) = fleet.members.values()
+        (self.sessions,) = LocalSetup.workers
+        self.handle = member.actor
+        self.node = RayNode(fleet, member, Slots(4, 4, 4, 4))
+        self.follow()
 
-    def attach(self, member):
-        self.node = RayNode(self.fleet, member, Slots(4, 4, 4, 4))
+    def follow(self):
         self.following = asyncio.ensure_future(self.node.follow())
+
+    async def unfollow(self):
+        self.following.cancel()
+        await asyncio.wait([self.following])
 
     def run(self, session_id, group=GROUP):
         """Run a session, and return its task."""
@@ -79,14 +83,10 @@ class Driver:
 
 
 @pytest.fixture
-async def driver(tmp_path, monkeypatch):
-    monkeypatch.setattr(fleet_module, "UNAVAILABLE_SECONDS", 0.0)
-    made = Driver(local_fleet(tmp_path / "run", monkeypatch), tmp_path / "run")
-    await made.start()
+async def driver(fleet, tmp_path):
+    made = Driver(fleet, tmp_path / "run")
     yield made
-    made.following.cancel()
-    await asyncio.wait([made.following])
-    await made.fleet.close()
+    await made.unfollow()
 
 
 async def test_a_session_enters_each_phase_when_it_has_a_slot_and_its_row_is_there_before_its_end(
@@ -117,11 +117,11 @@ async def test_a_session_that_is_stopped_has_its_row_when_that_is_told(driver):
 
 
 async def test_a_node_that_reports_and_leaves_a_request_without_an_answer_is_lost(
-    driver, monkeypatch, caplog
+    driver, at_once, caplog
 ):
     task = driver.run("g.0-0")
     await driver.began("g.0-0")
-    monkeypatch.setattr(ray_module, "LOST_SECONDS", 0.0)
+    at_once(ray_module, "LOST_SECONDS")
     driver.handle.hanging.add("grant")
     driver.sessions.may_end["g.0-0"].set()
     with pytest.raises(NodeLostError, match="node a is gone"):
@@ -130,10 +130,10 @@ async def test_a_node_that_reports_and_leaves_a_request_without_an_answer_is_los
     assert "node a did not answer 'grant' within 0 s and is ended" in caplog.text
 
 
-async def test_a_node_that_reports_and_does_not_stop_a_session_is_lost(driver, monkeypatch):
+async def test_a_node_that_reports_and_does_not_stop_a_session_is_lost(driver, at_once):
     task = driver.run("g.0-0")
     await driver.began("g.0-0")
-    monkeypatch.setattr(ray_module, "LOST_SECONDS", 0.0)
+    at_once(ray_module, "LOST_SECONDS")
     driver.sessions.stuck.add("g.0-0")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -173,14 +173,14 @@ async def test_a_node_that_is_gone_costs_the_sessions_that_ran_there(driver):
         await driver.run("g.0-2")
 
 
-async def test_an_error_that_nobody_thought_of_ends_the_sessions_of_its_node(driver, monkeypatch):
+async def test_an_error_that_nobody_thought_of_ends_the_sessions_of_its_node(driver):
     running = driver.run("g.0-0")
     await driver.began("g.0-0")
 
     def fail():
         raise SystemError("the connection to the cluster is broken")
 
-    monkeypatch.setattr(driver.fleet.cluster, "nodes", fail)
+    driver.fleet.cluster.nodes = fail
     driver.handle.error = ActorUnavailableError("it does not answer")
     with pytest.raises(NodeLostError, match="the connection to the cluster is broken"):
         await running
@@ -188,8 +188,8 @@ async def test_an_error_that_nobody_thought_of_ends_the_sessions_of_its_node(dri
     assert driver.row("g.0-0").status == "infrastructure"
 
 
-async def test_a_session_whose_row_came_before_its_node_was_gone_has_ended(driver, monkeypatch):
-    monkeypatch.setattr(driver.handle.actor, "_ended", Untold())
+async def test_a_session_whose_row_came_before_its_node_was_gone_has_ended(driver):
+    driver.handle.actor._ended = Untold()
     task = driver.run("g.0-0")
     driver.sessions.may_end["g.0-0"].set()
     await until(lambda: driver.rows())
@@ -214,9 +214,8 @@ async def test_a_node_that_can_run_no_further_session_stops_the_others_and_is_cl
     driver.sessions.failing["g.0-0"] = RecorderError("the recorder has died")
     driver.sessions.may_end["g.0-0"].set()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [(type(end), str(end)) for end in ends] == [
-        (NodeLostError, "node a: the recorder has died")
-    ] * 2
+    assert {type(end) for end in ends} == {NodeLostError}
+    assert {str(end) for end in ends} == {"node a: the recorder has died"}
     assert driver.rows() == {
         "g.0-0": ("infrastructure", "the recorder has died"),
         "g.0-1": ("cancelled", "the recorder has died"),
@@ -225,17 +224,15 @@ async def test_a_node_that_can_run_no_further_session_stops_the_others_and_is_cl
 
 
 async def test_a_request_whose_answer_is_lost_is_done_once(driver):
-    answers = 0
-    real = driver.handle._call
+    answers = itertools.count()
+    call = driver.handle._call
 
-    async def lose_each_first_answer(name, arguments):
-        nonlocal answers
-        answers += 1
-        if answers % 2:
+    async def lose_each_second_answer(name, arguments):
+        if next(answers) % 2 == 0:
             driver.handle.once = ActorUnavailableError("the line was down")
-        return await real(name, arguments)
+        return await call(name, arguments)
 
-    driver.handle._call = lose_each_first_answer
+    driver.handle._call = lose_each_second_answer
     tasks = [driver.run(name) for name in GROUP.session_ids]
     await driver.began(*GROUP.session_ids)
     for name in GROUP.session_ids[:3]:
@@ -243,14 +240,13 @@ async def test_a_request_whose_answer_is_lost_is_done_once(driver):
     tasks[3].cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(ends[3], asyncio.CancelledError)
-    assert sorted(driver.entered) == sorted(
-        [(name, "running") for name in GROUP.session_ids]
-        + [(name, "judging") for name in GROUP.session_ids[:3]]
-    )
-    ids = [row["session_id"] for row in read_rows(driver.run_folder, "sessions")]
-    assert sorted(ids) == sorted(GROUP.session_ids)
-    events = [row["session_id"] for row in read_rows(driver.run_folder, "events")]
-    assert sorted(events) == sorted(GROUP.session_ids)
+    entered = Counter(driver.entered)
+    for name in GROUP.session_ids:
+        assert entered[name, "running"] == 1
+        assert entered[name, "judging"] == (name != "g.0-3")
+    for table in ("sessions", "events"):
+        rows = read_rows(driver.run_folder, table)
+        assert sorted(row["session_id"] for row in rows) == GROUP.session_ids
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 8, 16, 32])
@@ -258,17 +254,14 @@ async def test_a_driver_that_stops_in_the_middle_of_a_report_has_its_rows_once(d
     task = driver.run("g.0-0")
     await driver.began("g.0-0")
     task.cancel()
-    for _ in range(
-        steps
-    ):  # to wherever it is: it asks, it waits for the rows to be written, or it is ahead
+    # to wherever it is: it asks, it waits for the rows to be written, or it is ahead
+    for _ in range(steps):
         await asyncio.sleep(0)
-    driver.following.cancel()
-    await asyncio.wait([driver.following])
-    following = asyncio.ensure_future(driver.node.follow())
+    await driver.unfollow()
+    driver.follow()
     with pytest.raises(asyncio.CancelledError):
         await task
-    following.cancel()
-    await asyncio.wait([following])
+    await driver.unfollow()
     assert [row["session_id"] for row in read_rows(driver.run_folder, "sessions")] == ["g.0-0"]
 
 
@@ -308,8 +301,7 @@ async def test_the_policies_of_the_run_and_of_its_evaluations_are_those_of_the_n
 
 
 async def test_an_older_policy_that_comes_late_does_not_replace_a_newer_one(driver):
-    driver.following.cancel()
-    await asyncio.wait([driver.following])
+    await driver.unfollow()
     (member,) = driver.fleet.members.values()
     read = []
     for version in ("v1", "v2"):
