@@ -17,20 +17,17 @@ class Left:
 
     def __init__(self, folder, files, runtime=None, *, did=None):
         self.folder = folder
-        self.start = Start(
-            folder / "start", str(folder)
-        )  # judgements of baselines are kept by this digest
-        self.workspace, self.home, self.logs = (
-            folder / "session/workspace",
-            folder / "session/home",
-            folder / "logs",
-        )
+        # judgements of baselines are kept by this digest
+        self.start = Start(folder / "start", str(folder))
+        self.workspace = folder / "session/workspace"
+        self.home = folder / "session/home"
+        self.logs = folder / "logs"
+        self.runtime = runtime or ProcessRuntime()
         self.start.folder.mkdir(parents=True)
         write(self.start.folder, files)
         self.start.copy_to(self.workspace)
         self.home.mkdir(parents=True)
         self.logs.mkdir()
-        self.runtime = runtime or ProcessRuntime()
         self.do(did or {})
 
     def do(self, files):
@@ -38,9 +35,9 @@ class Left:
         write(self.workspace, files)
 
     def job(self, spec, instruction="Mend it.", **given):
-        self.task = Task.model_validate({"id": "t", "instruction": instruction, "judge": spec})
+        task = Task(id="t", instruction=instruction, judge=spec)
         return JudgeJob(
-            task=self.task,
+            task=task,
             start=self.start,
             runtime=self.runtime,
             result=AgentResult(self.workspace, self.home),
@@ -61,6 +58,18 @@ class Left:
             if ahead is not None:
                 await ahead.close()
 
+    async def earns(self, reward, spec, *instruction):
+        """Judge the session, assert its reward, and return the evidence."""
+        judged = await self.judge(spec, *instruction)
+        assert (judged.reward, judged.unjudged) == (reward, None), self.log
+        return judged.evidence
+
+    async def is_unjudged(self, spec, **given):
+        """Judge the session, assert that it has no reward, and return why."""
+        judged = await self.judge(spec, **given)
+        assert judged.reward is None
+        return judged.unjudged
+
     @property
     def log(self):
         return (self.logs / "t-0.judge.log").read_text()
@@ -77,8 +86,12 @@ def nest(root, depth, name="d"):
     os.close(folder)
 
 
+def command(*words, **fields):
+    return {"kind": "command", "command": [*words], **fields}
+
+
 def shell(script, **fields):
-    return {"kind": "command", "command": ["sh", "-c", script], **fields}
+    return command("sh", "-c", script, **fields)
 
 
 def write(folder, files):

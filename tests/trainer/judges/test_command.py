@@ -3,114 +3,88 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from rolltap.addons.errors import InputError
 from rolltap.errors import MissingPackageError
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
-from rolltap.trainer.judges import command
+from rolltap.trainer.judges import command as module
 from rolltap.trainer.judges.command import judge_here, require_evaluator
 from tests.boxes import sandboxed
-from tests.trainer.judges.sessions import Left, shell
+from tests.trainer.judges.sessions import Left, command, shell
+
+REWARDS = [
+    ("exit 0", "status", 1.0),
+    ("exit 1", "status", 0.0),
+    ("echo 0.25", "status", 1.0),
+    ("echo 1; exit 1", "status", 0.0),
+    ("echo 0.5 > $ROLLTAP_REWARD_FILE; echo 1; exit 1", "number", 0.5),
+    ("""echo '{"reward": 0.5, "parts": {"a": 10}}' > $ROLLTAP_REWARD_FILE""", "json", 0.5),
+]
+UNJUDGED = [
+    ("exit 2", "status", "ended with status 2, and only 0 and 1 are a verdict"),
+    ("no-such-program", "status", "'sh', or a program in it, is not there"),
+    ("kill -9 $$", "status", "ended by signal 9"),
+    ("echo 0.5", "number", "wrote no reward to ROLLTAP_REWARD_FILE"),
+    ("echo 0.5 > $ROLLTAP_REWARD_FILE; exit 3", "number", "ended with status 3"),
+    ("echo 1.5 > $ROLLTAP_REWARD_FILE", "number", "range [0.0, 1.0]: set its 'range'"),
+    ("yes | head -c 70000 > $ROLLTAP_REWARD_FILE", "number", "verdict has more than 64 KiB"),
+]
 
 
-@pytest.mark.parametrize(
-    ("script", "result", "reward", "why"),
-    [
-        ("exit 0", "status", 1.0, None),
-        ("exit 1", "status", 0.0, None),
-        ("echo 0.25", "status", 1.0, None),
-        ("echo 1; exit 1", "status", 0.0, None),
-        ("exit 2", "status", None, "ended with status 2, and only 0 and 1 are a verdict"),
-        ("no-such-program", "status", None, "'sh', or a program in it, is not there"),
-        ("kill -9 $$", "status", None, "ended by signal 9"),
-        ("echo 0.5", "number", None, "wrote no reward to ROLLTAP_REWARD_FILE"),
-        ("echo 0.5 > $ROLLTAP_REWARD_FILE; echo 1; exit 1", "number", 0.5, None),
-        ('echo \'{"reward": 0.5, "parts": {"a": 10}}\' > $ROLLTAP_REWARD_FILE', "json", 0.5, None),
-        ("echo 0.5 > $ROLLTAP_REWARD_FILE; exit 3", "number", None, "ended with status 3"),
-        (
-            "echo score: 0.3 > $ROLLTAP_REWARD_FILE",
-            "number",
-            None,
-            "'score: 0.3' is not one number",
-        ),
-        (
-            "echo 1.5 > $ROLLTAP_REWARD_FILE",
-            "number",
-            None,
-            "is not in the judge's range [0.0, 1.0]: set its 'range'",
-        ),
-        ("echo 1e300 > $ROLLTAP_REWARD_FILE", "number", None, "is no reward: "),
-        (
-            "yes | head -c 70000 > $ROLLTAP_REWARD_FILE",
-            "number",
-            None,
-            "its verdict has more than 64 KiB",
-        ),
-    ],
-)
-async def test_the_reward_is_the_exit_status_or_a_value_in_the_file_and_all_else_is_unjudged(
-    tmp_path, script, result, reward, why
+@pytest.mark.parametrize(("script", "result", "reward"), REWARDS)
+async def test_the_reward_is_the_exit_status_or_a_value_in_the_file(
+    tmp_path, script, result, reward
 ):
-    judged = await Left(tmp_path, {}, did={"b.txt": "made"}).judge(shell(script, result=result))
-    assert judged.reward == reward
-    assert judged.unjudged is None if why is None else why in judged.unjudged
+    await Left(tmp_path, {}, did={"b.txt": ""}).earns(reward, shell(script, result=result))
+
+
+@pytest.mark.parametrize(("script", "result", "why"), UNJUDGED)
+async def test_all_else_is_unjudged(tmp_path, script, result, why):
+    left = Left(tmp_path, {}, did={"b.txt": ""})
+    assert why in await left.is_unjudged(shell(script, result=result))
 
 
 async def test_a_reward_may_be_as_large_as_the_range_says(tmp_path):
     spec = shell("echo -3 > $ROLLTAP_REWARD_FILE", result="number", range=[-5, 100])
-    assert (await Left(tmp_path, {}).judge(spec)).reward == -3.0
-    with pytest.raises(ValidationError, match="give the smallest reward, then the largest"):
-        await Left(tmp_path / "other", {}).judge({**spec, "range": [1, 0]})
+    left = Left(tmp_path, {})
+    await left.earns(-3.0, spec)
+    with pytest.raises(InputError, match="give the smallest reward, then the largest"):
+        await left.judge({**spec, "range": [1, 0]})
 
 
 SCRIPT = """import os, subprocess
 subprocess.run(["sh", "child.sh"])
 os.write(int(os.environ["ROLLTAP_REWARD_FD"]), b"0.25")
 """
-TO_ALL = (
-    "for i in 3 4 5 6 7 8 9; do printf 1. >&$i; done; for f in /proc/$PPID/fd/*; do printf 1. > $f;"
-    " done; true"
-)
+TO_ALL = """
+for i in 3 4 5 6 7 8 9; do printf 1. >&$i; done
+for f in /proc/$PPID/fd/*; do printf 1. > $f; done
+true
+"""
 
 
 @sandboxed
-@pytest.mark.parametrize("how", [["check.py"], ["-B", "check.py"], ["-m", "check"]])
+@pytest.mark.parametrize("how", ["check.py", "-B check.py", "-m check"])
 async def test_a_python_script_keeps_the_descriptor_to_itself(tmp_path, how):
-    left = Left(
-        tmp_path,
-        {"check.py": SCRIPT, "child.sh": "true"},
-        SandboxRuntime(),
-        did={"child.sh": TO_ALL},
-    )
-    judged = await left.judge({"kind": "command", "command": ["python3", *how], "result": "number"})
-    assert (judged.reward, "Permission denied" in left.log) == (0.25, True), left.log
+    start = {"check.py": SCRIPT, "child.sh": "true"}
+    left = Left(tmp_path, start, SandboxRuntime(), did={"child.sh": TO_ALL})
+    await left.earns(0.25, command("python3", *how.split(), result="number"))
+    assert "Permission denied" in left.log
 
 
-@pytest.mark.parametrize("program", [f"{TO_ALL}; exec true", "printf 1. > $ROLLTAP_REWARD_FILE"])
-async def test_children_of_another_program_have_no_descriptor_and_two_rewards_are_none(
-    tmp_path, program
-):
-    left = Left(tmp_path, {"child.sh": "true"}, did={"child.sh": program})
+async def test_children_of_another_program_have_no_descriptor(tmp_path):
+    left = Left(tmp_path, {"child.sh": "true"}, did={"child.sh": TO_ALL})
     script = f"echo >> {tmp_path}/runs; sh child.sh; echo 0 > $ROLLTAP_REWARD_FILE"
-    judged = await left.judge(shell(script, result="number", paths=["child.sh"]))
-    assert judged.reward == 0.0
-    assert (
-        ("broke_judge" in judged.evidence)
-        == ("forged_report" in judged.evidence)
-        == ("FILE" in program)
-    )
-    assert (tmp_path / "runs").read_text() == "\n" * (
-        1 + ("FILE" in program)
-    )  # the start's, and one of the changes
+    evidence = await left.earns(0.0, shell(script, result="number", paths=["child.sh"]))
+    assert not {"broke_judge", "forged_report"} & evidence.keys()
+    assert (tmp_path / "runs").read_text() == "\n"
 
 
 @pytest.mark.parametrize("program", ["no-such-evaluator", "/dev/null"])
 async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, program):
-    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge(
-        {"kind": "command", "command": [program]}
-    )
-    assert f"the judge {program!r} could not be started" in judged.unjudged
+    left = Left(tmp_path, {}, did={"a.txt": ""})
+    why = await left.is_unjudged(command(program))
+    assert f"the judge {program!r} could not be started" in why
 
 
 @pytest.mark.parametrize(
@@ -121,64 +95,64 @@ async def test_a_judge_without_a_module_has_no_verdict_unless_the_agent_was_aske
     tmp_path, code, reward
 ):
     left = Left(tmp_path, {"calc.py": "add = 1"}, did={"calc.py": "ad = 1"})
-    spec = {"kind": "command", "command": [sys.executable, "-c", code]}
-    assert (await left.judge(spec, "Write the module answer.")).reward == reward
+    judged = await left.judge(command(sys.executable, "-c", code), "Write the module answer.")
+    assert judged.reward == reward
 
 
 async def test_a_time_limit_is_unjudged_when_the_start_takes_as_long(tmp_path):
-    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge(
-        shell("exec sleep 600", timeout=0.2)
-    )
-    assert (
-        judged.unjudged
-        == "the judge took more than 0.2 s; its output is in t-0.judge.log; on the untouched"
-        " start: "
-        "the judge took more than 0.2 s; its output is in t-0.start.judge.log"
-    )
+    left = Left(tmp_path, {}, did={"a.txt": ""})
+    why = await left.is_unjudged(shell("exec sleep 600", timeout=0.2))
+    first, second = why.split("; on the untouched start: ")
+    assert first == "the judge took more than 0.2 s; its output is in t-0.judge.log"
+    assert second == "the judge took more than 0.2 s; its output is in t-0.start.judge.log"
 
 
 async def test_the_environment_is_clean_and_has_the_judges_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "x")
-    script = 'test -z "$SECRET_KEY" && test "$A" = b && test -z "$(ls -A $HOME)"'
     left = Left(tmp_path, {})
     (left.home / ".profile").write_text("planted")
-    assert (await left.judge(shell(script, env={"A": "b"}))).reward == 1.0
+    script = 'test -z "$SECRET_KEY" && test "$A" = b && test -z "$(ls -A $HOME)"'
+    await left.earns(1.0, shell(script, env={"A": "b"}))
 
 
 async def test_only_what_paths_name_is_applied(tmp_path):
     left = Left(tmp_path, {"src/a": "old", "b": "old", "src/c": "old"})
-    left.do({"src/a": "new", "b": "new", "src/c": "new", "src/d": "new"})
-    judged = await left.judge(
-        shell("cat src/a b src/c src/d; exit 0", paths=["src/**"], files=["**/c"])
-    )
+    left.do(dict.fromkeys(["src/a", "b", "src/c", "src/d"], "new"))
+    spec = shell("cat src/a b src/c src/d; exit 0", paths=["src/**"], files=["**/c"])
+    evidence = await left.earns(1.0, spec)
     assert left.log == "newoldnewnew"
-    assert judged.evidence["refused"] == ["b: protected"]
+    assert evidence["refused"] == ["b: protected"]
     left.do({"new": "new"})
-    assert (await left.judge(shell("true", files=["**/c", "n*"]))).evidence["refused"] == [
-        "new: protected",
-        "src/c: protected",
-    ]
+    evidence = await left.earns(1.0, shell("true", files=["**/c", "n*"]))
+    assert evidence["refused"] == ["new: protected", "src/c: protected"]
 
 
 async def test_nothing_of_the_judging_is_left(tmp_path):
     deep = "import os\nfor i in range(1500):\n    os.mkdir('d' * 9)\n    os.chdir('d' * 9)\n"
     left = Left(tmp_path, {}, did={"deep.py": deep})
     await left.judge(shell("python3 deep.py; mkdir closed; chmod 0 closed"))
-    assert sorted(path.name for path in Path(left.workspace.parent).iterdir()) == [
-        "home",
-        "workspace",
-    ]
+    left_over = {path.name for path in left.workspace.parent.iterdir()}
+    assert left_over == {"home", "workspace"}
 
 
 @pytest.fixture
 def judge(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return lambda command: judge_here(command, tmp_path / "logs" / "s.evaluate.log")
+
+    def judge(command):
+        return judge_here(command, tmp_path / "logs" / "s.evaluate.log")
+
+    return judge
 
 
-def test_a_verdict_is_a_status(judge):
-    judged = judge("""echo '{"reward": 0.5}'""")
-    assert (judged.reward, judged.parts, judged.evidence["log"]) == (1.0, {}, "s.evaluate.log")
+def test_a_verdict_is_a_status_and_what_it_leaves_running_ends_with_it(judge, tmp_path):
+    judged = judge("""setsid sleep 1000 & echo $! > pid; echo '{"reward": 0.5}'""")
+    assert judged.reward == 1.0
+    assert judged.parts == {}
+    assert judged.evidence["log"] == "s.evaluate.log"
+    pid = (tmp_path / "pid").read_text().strip()
+    with pytest.raises(FileNotFoundError):
+        Path(f"/proc/{pid}/stat").read_text()
     assert judge("echo 5 passed; exit 1").reward == 0.0
 
 
@@ -190,9 +164,10 @@ def test_a_verdict_is_a_status(judge):
         ("no-such-program", "'no-such-program', or a program in it, is not there"),
     ],
 )
-def test_all_else_is_no_verdict(judge, command, why):
+def test_an_evaluator_that_breaks_gives_no_verdict(judge, command, why):
     judged = judge(command)
-    assert (judged.reward, why in judged.unjudged) == (None, True), judged.unjudged
+    assert judged.reward is None
+    assert why in judged.unjudged
 
 
 @pytest.mark.parametrize(
@@ -216,64 +191,52 @@ def test_what_a_shell_knows_or_the_session_makes_is_not_looked_for(command):
     require_evaluator(command)
 
 
-def test_what_it_leaves_running_ends_with_it(judge, tmp_path):
-    judged = judge("sh -c 'setsid sleep 1000 & echo $! > pid; echo 1'")
-    assert judged.reward == 1.0
-    pid = (tmp_path / "pid").read_text().strip()
-    with pytest.raises(FileNotFoundError):
-        Path(f"/proc/{pid}/stat").read_text()
-
-
-UNITTESTS = {
-    "calc.py": "def add(a, b): return a - b\n",
-    "run.py": (
-        "import sys, unittest, calc\n"
-        "class T(unittest.TestCase):\n"
-        "    def test_add(self): self.assertEqual(calc.add(2, 2), 4)\n"
-        "    def test_zero(self): self.assertEqual(calc.add(0, 0), 0)\n"
-        "unittest.main(verbosity=2)\n"
-    ),
-}
-NAMES = [f"{name} (__main__.T.{name})" for name in ("test_add", "test_zero")]
+RUN = """
+import sys, unittest, calc
+class T(unittest.TestCase):
+    def test_add(self): self.assertEqual(calc.add(2, 2), 4)
+    def test_zero(self): self.assertEqual(calc.add(0, 0), 0)
+unittest.main(verbosity=2)
+"""
+UNITTESTS = {"calc.py": "def add(a, b): return a - b\n", "run.py": RUN}
 BY_LOG = {
     "kind": "pytest",
     "command": [sys.executable, "run.py"],
     "log_parser": "parse_log_django",
-    "fail_to_pass": NAMES[:1],
-    "pass_to_pass": NAMES[1:],
+    "fail_to_pass": ["test_add (__main__.T.test_add)"],
+    "pass_to_pass": ["test_zero (__main__.T.test_zero)"],
     "files": ["run.py"],
 }
 
 
 async def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swebench.harness.log_parsers", None)
-    command._swebench.cache_clear()
+    module._swebench.cache_clear()
     with pytest.raises(MissingPackageError, match=r"pip install -e '\S+\[swe\]'"):
         await Left(tmp_path, UNITTESTS).judge(BY_LOG)
 
 
-@pytest.mark.skipif(
+with_swebench = pytest.mark.skipif(
     importlib.util.find_spec("swebench") is None, reason="swebench is not installed"
 )
-class TestWithThePackage:
-    @pytest.mark.parametrize(
-        ("code", "reward", "parts"),
-        [
-            ("def add(a, b): return a + b\n", 1.0, (1.0, 1.0)),
-            ("def add(a, b): return 4\n", 0.0, (1.0, 0.0)),
-            ("def add(a, b): return 2\n", 0.0, (0.0, 0.0)),
-            ("import os; os._exit(0)\n", 0.0, ()),
-            ("import os; os._exit(3)\n", 0.0, ()),
-        ],
-    )
-    async def test_a_log_of_other_tests_than_pytests_is_graded(self, tmp_path, code, reward, parts):
-        left = Left(tmp_path, UNITTESTS, did={"calc.py": code})
-        judged = await left.judge(BY_LOG)
-        assert (judged.reward, tuple(judged.parts.values())) == (reward, parts), left.log
+GRADED = [
+    ("def add(a, b): return a + b\n", 1.0, [1.0, 1.0]),
+    ("def add(a, b): return 4\n", 0.0, [1.0, 0.0]),
+    ("def add(a, b): return 2\n", 0.0, [0.0, 0.0]),
+    ("import os; os._exit(0)\n", 0.0, []),
+    ("import os; os._exit(3)\n", 0.0, []),
+]
 
-    async def test_a_parser_that_is_not_there_is_unjudged(self, tmp_path):
-        judged = await Left(tmp_path, UNITTESTS).judge({**BY_LOG, "log_parser": "parse_log_no"})
-        assert judged.unjudged == (
-            "swebench has no log parser 'parse_log_no':"
-            " name one of swebench.harness.log_parsers.PARSER_REGISTRY"
-        )
+
+@with_swebench
+@pytest.mark.parametrize(("code", "reward", "parts"), GRADED)
+async def test_a_log_of_other_tests_than_pytests_is_graded(tmp_path, code, reward, parts):
+    judged = await Left(tmp_path, UNITTESTS, did={"calc.py": code}).judge(BY_LOG)
+    assert judged.reward == reward
+    assert [*judged.parts.values()] == parts
+
+
+@with_swebench
+async def test_a_parser_that_is_not_there_is_unjudged(tmp_path):
+    why = await Left(tmp_path, UNITTESTS).is_unjudged({**BY_LOG, "log_parser": "parse_log_no"})
+    assert why.startswith("swebench has no log parser 'parse_log_no': name one of")

@@ -2,21 +2,31 @@ import pytest
 
 from rolltap.trainer.judges.changes import Changes
 from rolltap.trainer.judges.folders import Entry
-from rolltap.trainer.judges.planted import computed_makefiles, select, taken_by_make
+from rolltap.trainer.judges.planted import computed_makefiles, select
 from rolltap.trainer.tasks.task import Task
-from tests.trainer.judges.sessions import write
+from tests.trainer.judges.sessions import shell, write
 
 
-def test_names_without_end_take_no_time(tmp_path):
-    start, work = tmp_path / "start", tmp_path / "work"
-    write(
-        start, {"package.json": "{}", "Makefile": "%.ok: x\n", "checks/test_a.py": "import yaml\n"}
-    )
+@pytest.fixture
+def refused(tmp_path):
+    """Return a function that returns what is refused of new files, of a start and a program that
+    judges it."""
+
+    def refused(files, program, *names):
+        write(tmp_path / "start", files)
+        task = Task(id="t", instruction="x", evaluate=program.split())
+        new = Changes(dict.fromkeys(names, Entry("file")), added=frozenset(names))
+        start = tmp_path / "start"
+        return select(new, task, task.effective_judge, set(), start, tmp_path / "work").refused
+
+    return refused
+
+
+def test_names_without_end_take_no_time(refused):
+    start = {"package.json": "{}", "Makefile": "%.ok: x\n", "checks/test_a.py": "import yaml\n"}
     deep = "-test/" * 600 + "a.py"
     names = [f"{deep}{number}.jsx.py" for number in range(100)]
-    task = Task.model_validate({"id": "t", "instruction": "x", "evaluate": ["pytest"]})
-    changes = Changes(dict.fromkeys(names, Entry("file")), added=frozenset(names))
-    assert not select(changes, task, task.effective_judge, set(), start, work).refused
+    assert not refused(start, "pytest", *names)
 
 
 COMPUTED = {
@@ -33,45 +43,25 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("how", COMPUTED)
-def test_targets_that_make_computes_make_every_new_path_the_judges(tmp_path, how):
-    start, work = tmp_path / "start", tmp_path / "work"
-    write(start, {"Makefile": COMPUTED[how], "docs/Makefile": "%: Makefile\n"})
-    task = Task.model_validate({"id": "t", "instruction": "x", "evaluate": ["make", "test"]})
-    new = Changes({"new.c": Entry("file")}, added=frozenset({"new.c"}))
-    assert select(new, task, task.effective_judge, set(), start, work).refused == {
-        "new.c": "planted"
-    }
+def test_targets_that_make_computes_make_every_new_path_the_judges(refused, how):
+    start = {"Makefile": COMPUTED[how], "docs/Makefile": "%: Makefile\n"}
+    assert refused(start, "make test", "new.c") == {"new.c": "planted"}
 
 
-def test_targets_that_make_computes_do_not_matter_where_the_judge_runs_another_program_or_has_paths(
-    tmp_path,
+@pytest.mark.parametrize(
+    ("path", "script", "paths", "matters"),
+    [
+        ("Makefile", "make test", None, False),  # it computes no target
+        ("docs/Makefile", "make test", None, False),
+        ("docs/Makefile", "./remake docs", None, False),
+        ("docs/Makefile", "make -C docs", ["**"], False),
+        ("docs/Makefile", "make -C docs", None, True),
+    ],
+)
+def test_computed_targets_matter_where_the_judge_runs_that_make_and_has_no_paths(
+    tmp_path, path, script, paths, matters
 ):
-    write(
-        tmp_path,
-        {
-            "Makefile": "OUT = build\ntest: $(OUT)/%.o\n\t$(shell ls)\n",
-            "docs/Makefile": "%: Makefile\n",
-        },
-    )
-    for path, command, paths in (
-        ("Makefile", "make test", None),
-        ("docs/Makefile", "make test", None),
-        ("docs/Makefile", "./remake docs", None),
-        ("docs/Makefile", "make -C docs", ["**"]),
-    ):
-        spec = {"kind": "command", "command": ["sh", "-c", command], "paths": paths}
-        task = Task.model_validate({"id": "t", "instruction": "x", "judge": spec})
-        assert computed_makefiles(tmp_path, [path], task.effective_judge) == []
-    task = Task.model_validate({"id": "t", "instruction": "x", "evaluate": ["make", "-C", "docs"]})
-    assert computed_makefiles(tmp_path, ["docs/Makefile"], task.effective_judge) == [
-        "docs/Makefile"
-    ]
-
-
-def test_targets_and_includes_of_make_are_the_judges_and_variables_in_them_stand_for_their_values(
-    tmp_path,
-):
-    (tmp_path / "Makefile").write_text(
-        "OUT = build\n-include local.mk\ntest: $(OUT)/x.o %.out\n$(OUT)/x.o:\n"
-    )
-    assert {"local.mk", "test", "build/x.o"} <= {*taken_by_make(tmp_path, ["Makefile"])}
+    computes_none = "OUT = build\ntest: $(OUT)/%.o\n\t$(shell ls)\n"
+    write(tmp_path, {"Makefile": computes_none, "docs/Makefile": "%: Makefile\n"})
+    task = Task(id="t", instruction="x", judge=shell(script, paths=paths))
+    assert computed_makefiles(tmp_path, [path], task.judge) == [path] * matters

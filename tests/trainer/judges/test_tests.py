@@ -5,7 +5,7 @@ import pytest
 
 from rolltap.trainer.judges.tests import Name, compare, find_outcome, junit_name, read_report
 from rolltap.trainer.judges.verdict import UnjudgedError
-from tests.trainer.judges.sessions import Left
+from tests.trainer.judges.sessions import Left, command
 
 TESTS = r"""
 import unittest
@@ -41,30 +41,33 @@ def breaks():
 
 def test_with_teardown(breaks): pass
 """
+LISTS_NAMES = """
+import json, os, pytest
+
+class Plugin:
+    def pytest_collection_modifyitems(self, items):
+        self.names = [item.nodeid for item in items]
+
+plugin = Plugin()
+pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider'], plugins=[plugin])
+reward = {'reward': 0.0, 'reason': json.dumps(plugin.names)}
+with open(os.environ['ROLLTAP_REWARD_FILE'], 'w') as file:
+    json.dump(reward, file)
+"""
 
 
 async def test_every_name_that_pytest_gives_is_found_in_its_report(tmp_path):
-    left = Left(
-        tmp_path, {"pkg/tests/test_names.py": TESTS, "test_top.py": "def test_top(): pass\n"}
-    )
-    names = "import pytest\nclass P:\n    def pytest_collection_modifyitems(self, items):\n"
-    names += "        self.names = [item.nodeid for item in items]\np = P()\n"
-    names += "pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider'], plugins=[p])\n"
-    names += (
-        "import json, os; reward = json.dumps({'reward': 0.0, 'reason':"
-        " json.dumps(p.names)}).encode()\n"
-    )
-    names += "open(os.environ['ROLLTAP_REWARD_FILE'], 'wb').write(reward)"
-    listed = await left.judge(
-        {"kind": "command", "command": [sys.executable, "-c", names], "result": "json"}
-    )
-    found = json.loads(listed.evidence["reason"])
-    assert len(found) == 18
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
-    judged = await left.judge({"kind": "pytest", "command": command, "fail_to_pass": found})
+    start = {"pkg/tests/test_names.py": TESTS, "test_top.py": "def test_top(): pass\n"}
+    left = Left(tmp_path, start)
+    listed = await left.earns(0.0, command(sys.executable, "-c", LISTS_NAMES, result="json"))
+    names = json.loads(listed["reason"])
+    assert len(names) == 18
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
+    judged = await left.judge({"kind": "pytest", "command": words, "fail_to_pass": names})
     outcomes = judged.evidence["tests"]
     assert "missing" not in outcomes.values()
-    assert {name.rpartition("::")[2]: how for name, how in outcomes.items() if how != "passed"} == {
+    others = {name.rpartition("::")[2]: how for name, how in outcomes.items() if how != "passed"}
+    assert others == {
         "test_value[[]": "failed",
         "test_skips": "skipped",
         "test_fails_as_expected": "xfailed",
@@ -74,27 +77,21 @@ async def test_every_name_that_pytest_gives_is_found_in_its_report(tmp_path):
 
 
 def test_a_name_is_that_of_the_report():
-    assert junit_name("tests/test_a.py::test_b") == ("tests.test_a", "test_b")
-    assert junit_name("test_a.py::TestA::TestB::test_c[x::y/z.py]") == (
-        "test_a.TestA.TestB",
-        "test_c[x::y/z.py]",
-    )
+    deep = junit_name("test_a.py::TestA::TestB::test_c[x::y/z.py]")
+    assert deep == ("test_a.TestA.TestB", "test_c[x::y/z.py]")
     assert junit_name("a/b.py::t[\x01]") == ("a.b", "t[#x01]")
 
 
-def report(*cases):
-    return f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>".encode()
-
-
-def case(name, inside=""):
-    return f'<testcase classname="t" name="{name}">{inside}</testcase>'
+REPORT = b"""<testsuites><testsuite>
+<testcase classname="t" name="a"></testcase>
+<testcase classname="t" name="a"><failure/></testcase>
+<testcase classname="t" name="a"></testcase>
+<testcase classname="t" name="b"><skipped/><error/></testcase>
+</testsuite></testsuites>"""
 
 
 def test_the_worse_outcome_of_a_test_that_is_there_twice_counts():
-    found = read_report(
-        report(case("a"), case("a", "<failure/>"), case("a"), case("b", "<skipped/><error/>"))
-    )
-    assert found == {Name("t", "a"): "failed", Name("t", "b"): "error"}
+    assert read_report(REPORT) == {Name("t", "a"): "failed", Name("t", "b"): "error"}
 
 
 @pytest.mark.parametrize(
@@ -122,30 +119,27 @@ def test_a_name_that_was_cut_off_is_found_when_all_that_begin_so_agree():
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "reward", "parts"),
+    ("first", "second", "parts"),
     [
-        (("passed", "passed"), 1.0, (1.0, 1.0)),
-        (("xfailed", "skipped"), 1.0, (1.0, 1.0)),
-        (("skipped", "passed"), 0.0, (0.0, 1.0)),
-        (("passed", "error"), 0.0, (1.0, 0.0)),
-        (("passed", None), 0.0, (1.0, 0.0)),
-        ((None, "passed"), 0.0, (0.0, 1.0)),
+        ("passed", "passed", (1.0, 1.0)),
+        ("xfailed", "skipped", (1.0, 1.0)),
+        ("skipped", "passed", (0.0, 1.0)),
+        ("passed", "error", (1.0, 0.0)),
+        ("passed", None, (1.0, 0.0)),
+        (None, "passed", (0.0, 1.0)),
     ],
 )
-def test_both_lists_must_pass(outcomes, reward, parts):
-    found = {
-        Name("t", name): outcome for name, outcome in zip("ab", outcomes, strict=True) if outcome
-    }
+def test_both_lists_must_pass(first, second, parts):
+    outcomes = {Name("t", "a"): first, Name("t", "b"): second}
+    found = {name: outcome for name, outcome in outcomes.items() if outcome}
     verdict = compare(found, ["t.py::a"], ["t.py::b"])
-    assert (verdict.reward, tuple(verdict.parts.values())) == (reward, parts)
+    assert (verdict.reward, tuple(verdict.parts.values())) == (min(parts), parts)
 
 
-def test_without_lists_all_tests_of_a_report_must_pass():
-    for outcomes, reward in (
-        ("passed skipped", 1.0),
-        ("skipped", 0.0),
-        ("passed failed", 0.0),
-        ("", 0.0),
-    ):
-        found = {Name("t", str(number)): outcome for number, outcome in enumerate(outcomes.split())}
-        assert compare(found, [], []).reward == reward
+@pytest.mark.parametrize(
+    ("outcomes", "reward"),
+    [("passed skipped", 1.0), ("skipped", 0.0), ("passed failed", 0.0), ("", 0.0)],
+)
+def test_without_lists_all_tests_of_a_report_must_pass(outcomes, reward):
+    found = {Name("t", str(n)): outcome for n, outcome in enumerate(outcomes.split())}
+    assert compare(found, [], []).reward == reward
