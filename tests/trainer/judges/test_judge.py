@@ -105,11 +105,8 @@ async def test_a_judge_that_is_broken_on_the_start_is_unjudged_whatever_the_agen
 async def test_a_report_without_the_tests_that_must_fail_is_unjudged_when_the_start_has_none(
     tmp_path,
 ):
-    start = {
-        **START,
-        "conftest.py": "import calc\n",
-        "test_calc.py": TESTS.partition("def test_z")[0],
-    }
+    tests = TESTS.partition("def test_zero")[0]
+    start = {"conftest.py": "import calc\n", "test_calc.py": tests}
     left = Left(tmp_path, start, did={"calc.py": FORGER})
     why = await left.is_unjudged({**SPEC, "pass_to_pass": []})
     assert why.startswith(
