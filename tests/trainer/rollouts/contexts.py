@@ -48,7 +48,7 @@ def context_of(
     of an `sh`."""
     if isinstance(harness, str):
         harness = Harness(name="sh", version="1", program="sh", headless=["-c", harness])
-    config = RolloutConfig.of({"concurrency": 2, "timeout": 60, "retries": 0, **settings})
+    config = RolloutConfig.of({"concurrency": 2, "timeout": 3600, "retries": 0, **settings})
     return SessionContext(config, harness, runtime or ProcessRuntime(), recorder, work)
 
 

@@ -3,16 +3,15 @@
 import asyncio
 import shlex
 import sys
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.records import PHASES
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.boxes.process import ProcessBox, ProcessRuntime
-from rolltap.trainer.boxes.runtime import BoxSpec
+from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.rollouts import preparation, runner
@@ -59,59 +58,60 @@ async def test_a_session_is_begun_before_it_runs_and_its_row_is_complete(play, r
     assert row.suspicions == {}
 
 
-SECONDS = {f"{phase}_seconds" for phase in PHASES}
+class Lacking(ProcessRuntime):
+    """A runtime without images, whose boxes cannot be made for this reason."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def image_digest(self, image):
+        raise InputError(f"no image {image}")
+
+    @asynccontextmanager
+    async def box(self, spec):
+        raise self.error
+        yield
 
 
 def timed(row):
     """Return the phases of which a row has the seconds."""
-    return {name.removesuffix("_seconds") for name in SECONDS if getattr(row, name) is not None}
+    return {phase for phase in PHASES if getattr(row, f"{phase}_seconds") is not None}
 
 
 async def test_a_row_has_the_seconds_of_the_phases_that_its_session_reached(
     play, recorder, monkeypatch
 ):
-    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
     sent = []
-    monkeypatch.setattr(
-        session_module, "send_spans", lambda clock, attributes: sent.append((clock, attributes))
-    )
+    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(session_module, "send_spans", lambda *spans: sent.append(spans))
     row = await play(ONE_CALL)
     assert timed(row) == {"queued", "preparing", "running", "judging"}
     assert row.running_seconds <= (row.finished_at - row.started_at).total_seconds()
-    [(clock, attributes)] = sent
-    assert {name: getattr(row, f"{name}_seconds") for name in timed(row)} == clock.seconds()
-    assert (attributes["session_id"], attributes["status"], attributes["reward"]) == (
-        row.session_id,
-        "completed",
-        1.0,
-    )
-    row = await play(ONE_CALL, runtime=Lacking(), retries=1)
+    ((clock, attributes),) = sent
+    assert clock.seconds() == {phase: getattr(row, f"{phase}_seconds") for phase in timed(row)}
+    assert attributes["session_id"] == row.session_id
+    assert (attributes["status"], attributes["reward"]) == ("completed", 1.0)
+    row = await play(ONE_CALL, runtime=Lacking(OSError("no room")), retries=1)
+    assert (row.status, row.reward) == ("infrastructure", None)
+    assert row.error == "the session could not be run: no room"
     assert timed(row) == {"queued", "preparing"}
     assert timed(load_sessions(recorder.path)[f"{row.session_id}~1"]) == {"retried", "preparing"}
 
 
 async def test_the_time_limit_of_preparing_begins_when_its_copy_does(play, monkeypatch):
-    limits, copied = [], []
-    timeout, in_folder_thread = asyncio.timeout, preparation.in_folder_thread
-
-    def noted(seconds):
-        limit = timeout(seconds)
-        if seconds is None:
-            limits.append(limit)
-        return limit
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    in_folder_thread = preparation.in_folder_thread
 
     async def queued(function, *arguments):
-        if function.__name__ != "copy":
-            return await in_folder_thread(function, *arguments)
-        assert [limit.when() for limit in limits] == [None]
-        await in_folder_thread(function, *arguments)
-        copied.append(limits[0].when())
+        if function.__name__ == "copy":  # it waits for a thread for longer than the limit
+            monkeypatch.setattr(loop, "time", lambda: now() + 3600)
+        return await in_folder_thread(function, *arguments)
 
-    monkeypatch.setattr(preparation.asyncio, "timeout", noted)
     monkeypatch.setattr(preparation, "in_folder_thread", queued)
     assert (await play(ONE_CALL)).status == "completed"
-    (end,) = copied
-    assert end is not None
+    assert loop.time() > now() + 3000
 
 
 AROUND = "http://127.0.0.1:9"  # the recorder's win
@@ -159,41 +159,27 @@ async def test_a_session_has_what_its_task_says_whatever_it_leaves(
     assert (row.status, row.reward, row.error) == expected
 
 
-class Lacking(ProcessRuntime):
-    def image_digest(self, image):
-        raise InputError(f"no image {image}")
-
-    @asynccontextmanager
-    async def box(self, spec: BoxSpec) -> AsyncIterator[ProcessBox]:
-        raise OSError("no room")
-        yield
-
-
-async def test_a_box_that_cannot_be_made_is_no_fault_of_the_agent(play):
-    row = await play(ONE_CALL, runtime=Lacking())
-    assert (row.status, row.reward, row.error) == (
-        "infrastructure",
-        None,
-        "the session could not be run: no room",
-    )
-
-
-async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_for_again(
-    play, recorder, caplog
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"image": "nope:1"}, "no image nope:1"),
+        ({"workspace": Path("/no/workspace")}, "/no/workspace"),
+        ({}, "OverflowError('of infinity')"),  # in a way that nobody thought of
+    ],
+    ids=["no image", "no workspace", "no box"],
+)
+async def test_what_cannot_be_prepared_is_no_fault_of_the_agent_and_is_not_tried_again(
+    play, recorder, fields, why
 ):
-    row = await play(ONE_CALL, runtime=Lacking(), retries=2, image="nope:1")
-    assert (row.status, row.error) == (
-        "infrastructure",
-        "the session could not be run: no image nope:1",
-    )
+    row = await play(ONE_CALL, runtime=Lacking(OverflowError("of infinity")), retries=2, **fields)
+    assert (row.status, row.reward) == ("infrastructure", None)
+    assert row.error.startswith("the session could not be run: ")
+    assert why in row.error
     assert f"{row.session_id}~1" not in load_sessions(recorder.path)
-    assert caplog.text.count("no session of task t can be run") == 1
 
 
-async def test_what_a_tool_call_does_is_in_the_suspicions_of_the_row(play, engine, monkeypatch):
-    monkeypatch.setattr(
-        engine, "otherwise", lambda request: Say(tool_call("bash", {"command": "git log --all"}))
-    )
+async def test_what_a_tool_call_does_is_in_the_suspicions_of_the_row(play, engine):
+    engine.replies.append(Say(tool_call("bash", {"command": "git log --all"})))
     row = await play(shlex.join([sys.executable, "-c", ASK_WITH_TOOL]))
     assert (row.status, row.suspicions) == ("completed", {"git_history": 1})
 
@@ -216,16 +202,8 @@ def judges(monkeypatch):
 @pytest.mark.parametrize(
     ("result", "status", "error"),
     [
-        (
-            KeyError("of the agent's making"),
-            "unjudged",
-            'the judge failed: KeyError("of the agent\'s making")',
-        ),
-        (
-            OSError("No space left on device"),
-            "infrastructure",
-            "the session could not be run: No space left on device",
-        ),
+        (KeyError("its file"), "unjudged", "the judge failed: KeyError('its file')"),
+        (OSError("disk full"), "infrastructure", "the session could not be run: disk full"),
     ],
 )
 async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(
@@ -284,139 +262,112 @@ async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row
     judges(Judged(unjudged="no key"))
     context = context_of(recorder, tmp_path, ONE_CALL, concurrency=1, give_up_after=2)
     task = Task(id="t", instruction="go", evaluate=["true"])
-    groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
-    with pytest.raises(
-        RecorderError, match=r"gave up after 2 consecutive .*; the last, unjudged-1: no key"
+    group = Group(task, "unjudged", ["unjudged-0", "unjudged-1", "unjudged-2"])
+    why = r"gave up after 2 consecutive .*; the last, unjudged-1: no key"
+    with pytest.raises(RecorderError, match=why):
+        await run_groups([group], context)
+
+
+class TestTheJudgeOnTheStart:
+    """Programs that judge a task are tried on its start before its first session runs."""
+
+    @pytest.fixture
+    def run(self, recorder, tmp_path):
+        async def run(*tasks, script=ONE_CALL, judged=()):
+            """Run two sessions of each task. Return task -> rows."""
+            context = context_of(recorder, tmp_path, script, retries=2)
+            context.judged = judged
+            rows = {}
+            groups = []
+            for task in tasks:
+                name = f"{tmp_path.name}-{task.id}-{len(load_sessions(recorder.path))}"
+                groups.append(Group(task, name, [f"{name}-0", f"{name}-1"]))
+                rows[task.id] = []
+            for row in await run_groups(groups, context):
+                rows[row.task_id].append(row)
+            return rows
+
+        return run
+
+    @pytest.fixture
+    def counting(self, tmp_path):
+        """Return a function of a script. It returns the command of a judge that counts how often it
+        is asked, in the file `asked`."""
+
+        def counting(script):
+            return ["sh", "-c", f"echo x >> {tmp_path}/asked; {script}"]
+
+        return counting
+
+    async def test_one_that_cannot_run_ends_its_tasks_sessions_before_they_run(
+        self, run, recorder, tmp_path, counting
     ):
-        await run_groups(groups, context)
+        judges = [  # a model and a function are not tried
+            {"kind": "llm", "rubric": "r", "url": "http://127.0.0.1:1", "model": "m"},
+            {"kind": "python", "function": "no_such_module:judge"},
+            {"kind": "command", "command": counting("echo first; no-such-judge")},
+        ]
+        several = [{"name": judge["kind"], "judge": judge} for judge in judges]
+        bad = Task(id="bad", instruction="go", judge={"kind": "several", "judges": several})
+        good = Task(id="good", instruction="go", evaluate=["true"])
+        rows = await run(bad, good)
+        assert [row.status for row in rows["good"]] == ["completed"] * 2
+        assert [row.status for row in rows["bad"]] == ["infrastructure"] * 2
+        assert (tmp_path / "asked").read_text() == "x\n"
+        said = "sh: 1: no-such-judge: not found"
+        for row in rows["bad"]:
+            assert row.error.startswith(
+                "the session could not be run: task 'bad': its judge, sh -c"
+            )
+            assert "the judge ended with status 127" in row.error
+            assert f"bad.start.judge.log; its last line: {said}. Install it" in row.error
+        log = recorder.path / "logs" / "bad.start.judge.log"
+        assert log.read_text() == f"first\n{said}\n"
+        events = read_rows(recorder.path, "events", [row.session_id for row in rows["bad"]])
+        assert "session_started" not in {event["kind"] for event in events}
 
+    async def test_one_of_pytest_without_pytest_names_its_python(self, run):
+        command = [sys.executable, "-S", "-m", "pytest"]
+        task = Task(id="t", instruction="go", judge={"kind": "pytest", "command": command})
+        for row in (await run(task))["t"]:
+            assert f"{sys.executable}: No module named pytest. Install it for the" in row.error
 
-async def run_tasks(context, name, *tasks):
-    """Run two sessions of each task. Return the rows by their ids."""
-    groups = [
-        Group(task, f"{name}-{task.id}", [f"{name}-{task.id}-{n}" for n in range(2)])
-        for task in tasks
-    ]
-    rows = await run_groups(groups, context)
-    return {row.session_id.removeprefix(f"{name}-"): row for row in rows}
+    async def test_it_is_tried_once_and_not_where_it_has_judged_sessions_of_the_run(
+        self, run, tmp_path, counting
+    ):
+        task = Task(id="t", instruction="go", evaluate=counting("exit 1"))
+        rows = await run(task)
+        assert [(row.reward, row.error) for row in rows["t"]] == [(0.0, None)] * 2
+        assert (tmp_path / "asked").read_text() == "x\n" * 3
+        await run(task, judged={task.digest()})
+        assert (tmp_path / "asked").read_text() == "x\n" * 5
 
+    async def test_one_that_runs_and_has_no_verdict_is_told_once_and_the_sessions_run(
+        self, run, caplog
+    ):
+        task = Task(id="t", instruction="go", evaluate=["grep", "-q", "good", "answer.txt"])
+        rows = await run(task, script=f"{ONE_CALL}; echo good > answer.txt")
+        assert [row.reward for row in rows["t"]] == [1.0, 1.0]
+        (message,) = [record.message for record in caplog.records if "verdict" in record.message]
+        assert message.startswith("task t: its judge, grep -q good answer.txt, has no verdict on")
+        assert "its last line: grep: answer.txt: No such file or directory" in message
 
-def counting(folder, script):
-    """Return the command of a judge that counts how often it is asked."""
-    return ["sh", "-c", f"echo x >> {folder}/asked; {script}"]
-
-
-def asked(folder):
-    return (folder / "asked").read_text().count("x")
-
-
-async def test_a_judge_that_cannot_run_on_the_start_ends_its_tasks_sessions_before_they_run(
-    recorder, tmp_path
-):
-    judge = counting(tmp_path, "echo first; no-such-judge")
-    bad = Task(id="bad", instruction="go", evaluate=judge)
-    good = Task(id="good", instruction="go", evaluate=["true"])
-    context = context_of(recorder, tmp_path, ONE_CALL, retries=2)
-    rows = await run_tasks(context, "untried", bad, good)
-    assert {name: row.status for name, row in rows.items()} == {
-        "bad-0": "infrastructure",
-        "bad-1": "infrastructure",
-        "good-0": "completed",
-        "good-1": "completed",
-    }
-    assert asked(tmp_path) == 1
-    for name in ("bad-0", "bad-1"):
-        assert (
-            rows[name].error
-            == f"the session could not be run: task 'bad': its judge, {shlex.join(judge)}, has no"
-            " verdict on the untouched start: the judge ended with status 127, and only 0 and 1"
-            " are a verdict: 'sh', or a program in it, is not there; its output is in"
-            " bad.start.judge.log; its last line: sh: 1: no-such-judge: not found. Install it"
-            " for the judge, or name another program in its command"
-        )
-    assert (
-        recorder.path / "logs" / "bad.start.judge.log"
-    ).read_text() == "first\nsh: 1: no-such-judge: not found\n"
-    events = read_rows(recorder.path, "events", ["untried-bad-0", "untried-bad-1"])
-    assert "session_started" not in {event["kind"] for event in events}
-
-
-async def test_a_pytest_judge_without_pytest_names_its_python_before_a_session_runs(
-    recorder, tmp_path
-):
-    command = [sys.executable, "-S", "-m", "pytest"]
-    task = Task(id="t", instruction="go", judge={"kind": "pytest", "command": command})
-    rows = await run_tasks(context_of(recorder, tmp_path, ONE_CALL), "lacking", task)
-    assert rows["t-0"].error.endswith(
-        f"; its last line: {sys.executable}: No module named pytest. Install it for the "
-        "judge, or name another program in its command"
+    @pytest.mark.parametrize(
+        "judge",
+        [
+            ["./solve.sh"],
+            ["sh", "-c", "./solve.sh"],
+            ["sh", "-c", "echo the server could not be started >&2; exit 3"],
+            ["sh", "-c", "echo it ended with status 127 >&2; exit 3"],
+            ["sh", "-c", "frobnicate"],
+        ],
+        ids=shlex.join,
     )
-
-
-async def test_a_judge_is_tried_once_and_not_where_it_has_judged_sessions_of_the_run(
-    recorder, tmp_path
-):
-    task = Task(id="t", instruction="go", evaluate=counting(tmp_path, "exit 1"))
-    context = context_of(recorder, tmp_path, ONE_CALL)
-    rows = await run_tasks(context, "once", task)
-    assert [(row.reward, row.error) for row in rows.values()] == [(0.0, None), (0.0, None)]
-    assert asked(tmp_path) == 3
-    resumed = context_of(recorder, tmp_path, ONE_CALL)
-    resumed.judged = {task.digest()}
-    assert len(await run_tasks(resumed, "again", task)) == 2
-    assert asked(tmp_path) == 5
-
-
-async def test_a_judge_that_runs_and_has_no_verdict_on_the_start_is_told_once_and_its_sessions_run(
-    recorder, tmp_path, caplog
-):
-    task = Task(id="t", instruction="go", evaluate=["grep", "-q", "good", "answer.txt"])
-    context = context_of(recorder, tmp_path, f"{ONE_CALL}; echo good > answer.txt")
-    rows = await run_tasks(context, "told", task)
-    assert [row.reward for row in rows.values()] == [1.0, 1.0]
-    (message,) = [record.message for record in caplog.records if "verdict" in record.message]
-    assert (
-        message
-        == "task t: its judge, grep -q good answer.txt, has no verdict on the untouched start: the"
-        " judge ended with status 2, and only 0 and 1 are a verdict; its output is in"
-        " t.start.judge.log; its last line: grep: answer.txt: No such file or directory. A"
-        " session that leaves it so is unjudged"
-    )
-
-
-@pytest.mark.parametrize(
-    "judge",
-    [
-        ["./solve.sh"],
-        ["sh", "-c", "./solve.sh"],
-        ["sh", "-c", "echo the server could not be started >&2; exit 3"],
-        ["sh", "-c", "echo it ended with status 127 >&2; exit 3"],
-        ["sh", "-c", "frobnicate"],
-    ],
-    ids=shlex.join,
-)
-async def test_a_judge_of_what_the_agent_is_to_make_lacks_nothing(recorder, tmp_path, judge):
-    task = Task(id="t", instruction="Write solve.sh. Install frobnicate.", evaluate=judge)
-    make = "printf '#!/bin/sh\n' > solve.sh && chmod +x solve.sh"
-    rows = await run_tasks(
-        context_of(recorder, tmp_path, f"{ONE_CALL}; {make}"),
-        f"made-{len(shlex.join(judge))}",
-        task,
-    )
-    assert {row.status for row in rows.values()} <= {"completed", "unjudged"}
-
-
-async def test_a_function_and_a_model_are_not_tried_and_programs_among_several_judges_are(
-    recorder, tmp_path, monkeypatch
-):
-    model = {"kind": "llm", "rubric": "r", "url": "http://127.0.0.1:1", "model": "m"}
-    function = {"kind": "python", "function": "no_such_module:judge"}
-    program = {"kind": "command", "command": counting(tmp_path, "no-such-judge")}
-    judges = [{"name": judge["kind"], "judge": judge} for judge in (model, function, program)]
-    task = Task(id="t", instruction="go", judge={"kind": "several", "judges": judges})
-    rows = await run_tasks(context_of(recorder, tmp_path, ONE_CALL), "several", task)
-    assert "ended with status 127" in rows["t-0"].error
-    assert asked(tmp_path) == 1
+    async def test_one_of_what_the_agent_is_to_make_lacks_nothing(self, run, judge):
+        task = Task(id="t", instruction="Write solve.sh. Install frobnicate.", evaluate=judge)
+        make = "printf '#!/bin/sh\n' > solve.sh && chmod +x solve.sh"
+        rows = await run(task, script=f"{ONE_CALL}; {make}")
+        assert {row.status for row in rows["t"]} <= {"completed", "unjudged"}
 
 
 async def test_rules_that_fail_on_what_an_agent_did_do_not_end_the_rollout(
