@@ -25,14 +25,10 @@ NO_ONE = {"advance": lambda *_: None}
 
 def recorded(name, reward=1.0):
     first = make_call("a", [1], [2, 3], session_id=name)
-    calls = [
-        first,
-        make_call("b", [4], [5], after=first),
-        make_call("c", [9], [7], session_id=name, role="auxiliary"),
-    ]
-    return RecordedSession(
-        session_id=name, session=make_session(name, reward=reward, group_id="g"), calls=calls
-    )
+    second = make_call("b", [4], [5], after=first)
+    side = make_call("c", [9], [7], session_id=name, role="auxiliary")
+    row = make_session(name, reward=reward)
+    return RecordedSession(session_id=name, session=row, calls=[first, second, side])
 
 
 def account(*sessions):
@@ -59,6 +55,10 @@ def rows_of(folder, name):
         return trained_steps(index, name)
 
 
+def versions_of(folder):
+    return [row.version for row in rows_of(folder, "s")]
+
+
 @pytest.fixture
 def run(tmp_path):
     """Write a run with one trained session, whose step was taken twice."""
@@ -71,17 +71,13 @@ def run(tmp_path):
 
 def test_values_are_of_the_trained_tokens_and_the_last_row_of_a_step_counts(run):
     [row] = rows_of(run, "s")
-    assert (row.step, row.version, row.group_id, row.reward, row.advantage) == (
-        1,
-        "run.0.1",
-        "g",
-        1.0,
-        0.5,
-    )
+    labels = (row.step, row.version, row.group_id, row.reward, row.advantage)
+    assert labels == (1, "run.0.1", "g", 1.0, 0.5)
     assert row.spans == (TokenSpan("a", 0, 2), TokenSpan("b", 0, 1))
     assert row.left_out == (TokenSpan("c", 0, 1, "auxiliary"),)
     # the engine said -1, -1 - 1/64 and -1
-    assert (row.differences.tolist(), row.weights.tolist()) == ([-3, -4 + 1 / 64, -5], [1, 0.5, 0])
+    assert row.differences.tolist() == [-3, -4 + 1 / 64, -5]
+    assert row.weights.tolist() == [1, 0.5, 0]
     assert row.ledger == Ledger(sampled=4, trained=3, left_out={"auxiliary": 1})
     [numbers] = read_trained(run)
     assert numbers == replace(row, spans=())
@@ -100,46 +96,40 @@ def test_a_difference_of_trainer_and_engine_is_stored_nearly_as_it_is(tmp_path, 
     np.testing.assert_allclose(row.differences, apart, rtol=5e-4, atol=5e-7)
 
 
+SCORED = scored(-1, -2, -3)
+
+
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("names", "values", "message"),
     [
-        (
-            lambda one, two: (account(one), scored(-1, -2)),
-            "session s trains 3 tokens, 2 were scored",
-        ),
-        (
-            lambda one, two: (account(one, two), scored(-1, -2, -3)),
-            "session t trains 3 tokens, 0 were scored",
-        ),
-        (
-            lambda one, two: (account(one), [([0], np.zeros((2, 4)))]),
-            "1 tokens were scored that no trace trains",
-        ),
-        (
-            lambda one, two: (without_t(one, two), scored(-1, -2, -3)),
-            "the sessions of step 1 have the tokens 4",
-        ),
+        ("s", scored(-1, -2), "session s trains 3 tokens, 2 were scored"),
+        ("st", SCORED, "session t trains 3 tokens, 0 were scored"),
+        ("s", [([0], np.zeros((2, 4)))], "1 tokens were scored that no trace trains"),
     ],
 )
-def test_a_step_that_does_not_add_up_is_an_error(tmp_path, given, message):
+def test_a_step_that_does_not_add_up_is_an_error(tmp_path, names, values, message):
+    step = account(*map(recorded, names))
     with pytest.raises(LedgerError, match=message):
-        write(tmp_path, 0, given(recorded("s"), recorded("t")))
+        write(tmp_path, 0, (step, values))
     assert run_files(tmp_path, "trained") == []
 
 
-def without_t(one, two):
-    step = account(one, two)
+def test_a_session_without_an_account_is_an_error(tmp_path):
+    step = account(recorded("s"), recorded("t"))
     del step.batch.accounts["t"]
-    return StepAccount(step.batch, step.advantages, step.computed[:1])
+    step = StepAccount(step.batch, step.advantages, step.computed[:1])
+    with pytest.raises(LedgerError, match="the sessions of step 1 have the tokens 4"):
+        write(tmp_path, 0, (step, SCORED))
+    assert run_files(tmp_path, "trained") == []
 
 
 def test_a_folder_that_is_no_run_can_be_read(tmp_path):
     for step in (0, 1):
         write(tmp_path, step, (account(recorded("s", reward=None)), []))
-    assert [(row.step, row.reason, row.advantage) for row in read_trained(tmp_path)] == [
-        (1, "no_reward", 0.5),
-        (2, "no_reward", 0.5),
-    ]
+    first, second = read_trained(tmp_path)
+    assert first.reason == "no_reward"
+    assert first.advantage == 0.5
+    assert second == replace(first, step=2, version="run.1.0")
     assert read_trained(tmp_path / "nothing") == []
 
 
@@ -149,20 +139,23 @@ def test_a_changed_row_is_damage_and_is_not_read(run):
     place = text.index(np.array([-3, -4 + 1 / 64, -5], np.float16).tobytes())
     second.write_bytes(text[:place] + np.float16(-2).tobytes() + text[place + 2 :])
     found = verify_run(run, **NO_ONE)
-    assert (found.verdict, len(found.findings)) == ("damaged", 1)
-    assert "its digest does not match" in found.findings[0].what
-    assert [row.version for row in rows_of(run, "s")] == ["run.0.0"]
+    assert found.verdict == "damaged"
+    [finding] = found.findings
+    assert "its digest does not match" in finding.what
+    assert versions_of(run) == ["run.0.0"]
     second.write_bytes(text[:-200])
-    assert [row.version for row in rows_of(run, "s")] == ["run.0.0"]
+    assert versions_of(run) == ["run.0.0"]
 
 
 def test_a_file_with_the_columns_of_before_is_skipped_with_a_warning(run, caplog):
     with SegmentReader(run_files(run, "trained")[1]) as reader:
         [(_, batch)] = list(reader)
-    columns = ["logprobs" if name == "differences" else name for name in batch.schema.names]
-    with pa.ipc.new_stream(run / "trained-0.arrow", batch.rename_columns(columns).schema) as writer:
-        writer.write_batch(batch.rename_columns(columns))
-    assert [row.version for row in rows_of(run, "s")] == ["run.0.1"]
+    columns = list(batch.schema.names)
+    columns[columns.index("differences")] = "logprobs"
+    before = batch.rename_columns(columns)
+    with pa.ipc.new_stream(run / "trained-0.arrow", before.schema) as writer:
+        writer.write_batch(before)
+    assert versions_of(run) == ["run.0.1"]
     assert (
         "it does not have the columns of its table: another version of rolltap wrote it"
         in caplog.text
@@ -173,9 +166,7 @@ def test_a_merged_run_and_a_filtered_one_keep_what_was_trained_of_whole_sessions
     merge_runs([run], tmp_path / "merged", **NO_ONE)
     filter_run(run, tmp_path / "all", {}, **NO_ONE)
     filter_run(run, tmp_path / "agents", {"roles": ["agent"]}, **NO_ONE)
-    versions = [
-        [row.version for row in rows_of(tmp_path / name, "s")]
-        for name in ("merged", "all", "agents")
-    ]
-    assert versions == [["run.0.1"], ["run.0.1"], []]
+    assert versions_of(tmp_path / "merged") == ["run.0.1"]
+    assert versions_of(tmp_path / "all") == ["run.0.1"]
+    assert versions_of(tmp_path / "agents") == []
     assert verify_run(tmp_path / "merged", **NO_ONE).verdict == "ok"
