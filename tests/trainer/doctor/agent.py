@@ -21,12 +21,10 @@ tools = [
     }
 ]
 messages = [{"role": "user", "content": "Hello"}]
-if "toolless" in odd:
-    tools = []
 url = "https://api.openai.com/v1/chat/completions"
 if "hangs" in odd:
     threading.Event().wait()
-with httpx.Client(timeout=60, trust_env="direct" not in odd) as client:
+with httpx.Client(timeout=120, trust_env="direct" not in odd) as client:
     if "direct" in odd:
         url = "http://127.0.0.1:9/v1/chat/completions"
     if "elsewhere" in odd:
@@ -37,8 +35,7 @@ with httpx.Client(timeout=60, trust_env="direct" not in odd) as client:
         reply = client.post(url, json={"model": "m", "messages": messages, "response_format": form})
         print(reply.json()["choices"][0]["message"]["content"])
     for _ in range(10):
-        body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
-        reply = client.post(url, json=body)
+        reply = client.post(url, json={"model": "m", "messages": messages, "tools": tools})
         if reply.status_code != 200:
             sys.exit(f"status {reply.status_code}")
         message = reply.json()["choices"][0]["message"]
@@ -49,8 +46,6 @@ with httpx.Client(timeout=60, trust_env="direct" not in odd) as client:
             command = json.loads(call["function"]["arguments"])["command"]
             output = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
-        if "raises" in odd:
-            raise ValueError("boom")
         if "rewrites" in odd:
             messages[0]["content"] += "!"
 print(messages[-1]["content"])

@@ -30,13 +30,14 @@ def test_a_program_whose_calls_are_continued_is_ready_whatever_key_the_engines_o
     diagnosis = tried()
     seen = diagnosis.seen
     assert (diagnosis.findings, seen.exit_status, seen.output.strip()) == ([], 0, FINAL)
-    assert [(call.kind, call.role) for call in seen.calls] == [
-        ("root", "agent"),
-        *[("bridged", "agent")] * 2,
-    ]
-    assert {(call.dialect, call.host) for call in seen.calls} == {("openai-chat", "api.openai.com")}
-    messages = [message for call in seen.calls for message in call.parsed_messages]
-    assert [m["content"] for m in messages if m["role"] == "tool"] == [f"{GREETING}\n"] * 2
+    assert [call.kind for call in seen.calls] == ["root", "bridged", "bridged"]
+    results = []
+    for call in seen.calls:
+        assert call.role == "agent"
+        assert call.dialect == "openai-chat"
+        assert call.host == "api.openai.com"
+        results += [each["content"] for each in call.parsed_messages if each["role"] == "tool"]
+    assert results == [f"{GREETING}\n"] * 2
 
 
 def test_a_program_that_calls_an_unknown_api_asks_for_a_schema_and_rewrites_its_history_is_told_of_each():
@@ -51,71 +52,38 @@ def test_a_program_that_calls_an_unknown_api_asks_for_a_schema_and_rewrites_its_
 
 def test_a_program_that_ignores_the_proxy_is_told_so():
     diagnosis = tried("direct")
-    assert (diagnosis.seen.calls, diagnosis.seen.exit_status) == ([], 1)
+    assert diagnosis.seen.calls == []
+    assert diagnosis.seen.exit_status == 1
     (problem,) = problems(diagnosis)
-    assert (
-        "No model call came. A model on loopback is asked past the recorder, and there is"
-        in problem
-    )
-    assert f"there is '{LOOPBACK}' in {AGENT}" in problem
+    cause = "No model call came. A model on loopback is asked past the recorder, and there is"
+    assert f"{cause} '{LOOPBACK}' in {AGENT}" in problem
 
 
 NO_CALL = "The program ended with status 1: "
 ASKS = (
-    "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rolltap/v1/{}',"
-    " json={{'model': 'm'}})"
+    "import httpx, os\nos.environ.update({})\n"
+    "httpx.post('http://model.rolltap/v1/{}', json={{'model': 'm'}})"
 )
-
-
-@pytest.mark.parametrize(
-    ("program", "said", "advice", "printed"),
-    cases(
-        [
-            (
-                "import sys; sys.exit('usage: agent TASK')",
-                NO_CALL,
-                "it lacks a key, an argument or a",
-                "usage: agent TASK",
-            ),
-            (
-                "import os; os.environ['SOME_API_KEY']",
-                NO_CALL,
-                "A placeholder key is enough.",
-                "'SOME_API_KEY'",
-            ),
-            ("input('Your task? ')", NO_CALL, "below say that it lacks", "EOFError"),
-            (
-                ASKS.format({"NO_PROXY": "*", "no_proxy": "*"}, "responses"),
-                NO_CALL,
-                "it sets NO_PROXY",
-                "httpx.ConnectError",
-            ),
-            (
-                ASKS.format({}, "chat/completion"),
-                "did you mean /v1/chat/completions?",
-                "base URL",
-                "",
-            ),
-            (
-                f"import os; os.environ['X_BASE_URL']='{LOOPBACK}'",
-                f"'{LOOPBACK}' in the command line",
-                "other host",
-                "",
-            ),
-        ],
-        3,
-        4,
+PAST_PROXIES = {"NO_PROXY": "*", "no_proxy": "*"}
+MISTAKES = [
+    ("import sys; sys.exit('usage: agent TASK')", NO_CALL, "it lacks a key, an argument or a"),
+    ("import os; os.environ['SOME_API_KEY']", NO_CALL, "A placeholder key is enough."),
+    ("input('Your task? ')", NO_CALL, "below say that it lacks"),
+    (ASKS.format(PAST_PROXIES, "responses"), NO_CALL, "it sets NO_PROXY"),
+    (ASKS.format({}, "chat/completion"), "did you mean /v1/chat/completions?", "base URL"),
+    (
+        f"import os; os.environ['X_BASE_URL']='{LOOPBACK}'",
+        f"'{LOOPBACK}' in the command line",
+        "other host",
     ),
-)
-def test_a_mistake_of_an_hour_with_the_doctor_is_said(program, said, advice, printed):
-    diagnosis = examine([sys.executable, "-c", program])
-    found = [
-        finding
-        for finding in diagnosis.findings
-        if said in finding.text and advice in finding.advice
-    ]
-    assert [finding.level for finding in found] == ["problem"], diagnosis.findings
-    assert printed in diagnosis.seen.output
+]
+
+
+@pytest.mark.parametrize(("program", "said", "advice"), cases(MISTAKES, 3, 4))
+def test_a_mistake_of_an_hour_with_the_doctor_is_said(program, said, advice):
+    found = examine([sys.executable, "-c", program]).findings
+    levels = [each.level for each in found if said in each.text and advice in each.advice]
+    assert levels == ["problem"], found
 
 
 def test_a_program_that_is_not_on_the_path_is_said_before_anything_starts():
@@ -147,28 +115,41 @@ def test_a_program_that_does_not_end_is_stopped():
     assert any("did not end within 1 s" in text for text in problems(diagnosis))
 
 
+TOOL = f"""#!{sys.executable}
+import os, sys
+if '--version' in sys.argv:
+    sys.exit(print('tool 2.0.1'))
+home = os.listdir(os.environ['HOME'])
+print(os.listdir('.'), home, 'SECRET_OF_MINE' in os.environ, os.environ['WINDOW'])
+sys.argv = sys.argv[:1]
+exec(open({str(AGENT)!r}).read())
+"""
+PRESET = """name = "tool"
+version = "2.0.0"
+install = "get tool"
+headless = []
+quirks = ["Is small."]
+[env]
+WINDOW = "{max_model_len}"
+"""
+
+
 def test_a_preset_starts_its_program_in_an_empty_folder_with_a_home_of_its_own(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SECRET_OF_MINE", "x")
     program = tmp_path / "tool"
-    program.write_text(
-        f"#!{sys.executable}\nimport os, sys\nif '--version' in sys.argv: sys.exit(print('tool"
-        " 2.0.1'))\nprint(os.listdir('.'), os.listdir(os.environ['HOME']), 'SECRET_OF_MINE' in"
-        " os.environ, os.environ['WINDOW'])\nsys.argv ="
-        f" sys.argv[:1]\nexec(open({str(AGENT)!r}).read())\n"
-    )
+    program.write_text(TOOL)
     program.chmod(0o755)
-    (tmp_path / "tool.toml").write_text(
-        f'name = "tool"\nversion = "2.0.0"\ninstall = "get tool"\nprogram = "{program}"\nheadless ='
-        ' []\nquirks = ["Is small."]\n[env]\nWINDOW = "{max_model_len}"\n'
-    )
+    (tmp_path / "tool.toml").write_text(f'program = "{program}"\n{PRESET}')
     diagnosis = examine(harness=str(tmp_path / "tool.toml"))
     assert diagnosis.seen.output.splitlines()[0] == "[] [] False 1000000"
     assert diagnosis.problems == 0
     assert diagnosis.seen.quirks == ["Is small."]
     (note,) = diagnosis.findings
-    assert (note.level, "2.0.1" in note.text, "get tool" in note.advice) == ("note", True, True)
+    assert note.level == "note"
+    assert "2.0.1" in note.text
+    assert "get tool" in note.advice
 
 
 @pytest.mark.parametrize("how", [{}, {"command": ["true"], "harness": "pi"}])

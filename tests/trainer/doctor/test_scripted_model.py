@@ -28,22 +28,23 @@ FINISH = {"name": "finish", "parameters": {"properties": {}}}
 RESULT = "<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
 
 
+CALLED = f"<|im_start|>assistant\n<tool_call>\n</tool_call><|im_end|>\n{RESULT}"
+
+
 def prompt(*tools, results=0, said="", system="Work."):
     """Return a prompt in Qwen's format, as the renderer writes it."""
-    lines = "\n".join(json.dumps({"type": "function", "function": tool}) for tool in tools)
-    offered = (
-        f"# Tools\n\nWithin <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>" if tools else ""
-    )
-    offered = offered.replace("Within", "You are provided with function signatures within")
-    start = (
-        f"<|im_start|>system\n{system}\n\n{offered}<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
-    )
-    turn = f"<|im_start|>assistant\n{said}<|im_end|>\n" if said else ""
-    return (
-        start
-        + f"<|im_start|>assistant\n<tool_call>\n</tool_call><|im_end|>\n{RESULT}" * results
-        + turn
-    )
+    lines = [json.dumps({"type": "function", "function": tool}) for tool in tools]
+    offered = ""
+    if tools:
+        listed = "\n".join(lines)
+        within = "You are provided with function signatures within <tools></tools> XML tags:"
+        offered = f"# Tools\n\n{within}\n<tools>\n{listed}\n</tools>"
+    text = f"<|im_start|>system\n{system}\n\n{offered}<|im_end|>\n"
+    text += "<|im_start|>user\nHello<|im_end|>\n"
+    text += CALLED * results
+    if said:
+        text += f"<|im_start|>assistant\n{said}<|im_end|>\n"
+    return text
 
 
 def called(text):
@@ -53,10 +54,11 @@ def called(text):
 
 
 def test_two_tool_calls_with_text_come_before_the_final_answer():
-    turns = [next_reply(prompt(BASH, results=results)) for results in range(3)]
-    assert [called(turn) and called(turn)[0] for turn in turns] == ["bash", "bash", None]
-    assert turns[0].startswith("<think>\nI call bash.\n</think>\n\nI try it.\n<tool_call>")
-    assert turns[2].endswith(FINAL)
+    first, second, third = [next_reply(prompt(BASH, results=results)) for results in range(3)]
+    assert first.startswith("<think>\nI call bash.\n</think>\n\nI try it.\n<tool_call>")
+    assert called(first)[0] == called(second)[0] == "bash"
+    assert called(third) is None
+    assert third.endswith(FINAL)
 
 
 def test_the_chosen_tool_is_called_and_no_other():
