@@ -75,7 +75,7 @@ class Loop:
         self.evaluation_error: RecorderError | None = None
 
         # what was done
-        self.run: list[str] = []
+        self.ran: list[str] = []
         self.evaluated: list[str] = []
         self.forked: dict[str, RecordedFrom] = {}
         self.published: list[str] = []
@@ -128,7 +128,7 @@ class Loop:
             self.evaluated += ids
             return sessions
         self.record(self.folder, sessions)
-        self.run += ids
+        self.ran += ids
         if group.fork:
             self.forked[group.group_id] = group.fork
         return sessions
@@ -174,7 +174,7 @@ class Loop:
         source = OnlineTraces(
             self.recipe, self.folder, engine="http://a", seed=7, console=self.console
         )
-        source._worker = SimpleNamespace(runner=partial(AtOnce, self))
+        source._worker = SimpleNamespace(runner=self.open_runner)
         source._tasks = {task.id: task for task in TASKS}
         if self.recipe.evaluation is not None:
             source._evaluations.tasks = HELD_OUT
@@ -188,6 +188,9 @@ class Loop:
         with ExitStack() as stack:
             source.take(Attempt(RUN, attempt), self, stack)
             yield source
+
+    def open_runner(self, advance, *, share):
+        return AtOnce(self)
 
     def log(self, metrics):
         if metrics:
@@ -220,7 +223,7 @@ class Loop:
     def forget_batches(self):
         """Leave what a training leaves that was killed before its batch was trained."""
         (self.folder / BATCHES).unlink()
-        self.run.clear()
+        self.ran.clear()
 
 
 class AtOnce:
@@ -228,7 +231,7 @@ class AtOnce:
 
     running = 0
 
-    def __init__(self, loop, advance, share):
+    def __init__(self, loop):
         self.loop = loop
 
     async def __aenter__(self):
@@ -295,7 +298,7 @@ def tasks_of(batch):
 def test_a_step_runs_one_group_for_each_row_and_has_their_order(loop):
     batch = loop.step(3, "ba")
     ids = [f"b-{RUN}.3.0-0.0", f"b-{RUN}.3.0-1.0", f"a-{RUN}.3.1-0.0", f"a-{RUN}.3.1-1.0"]
-    assert loop.run == list(batch.rewards) == [trace.session_id for trace in batch.traces] == ids
+    assert loop.ran == list(batch.rewards) == [trace.session_id for trace in batch.traces] == ids
     assert batch.on_policy
     assert loop.published == [f"{RUN}.3.0"]
     assert "step 4/9  4 sessions\n" in loop.printed
@@ -303,9 +306,9 @@ def test_a_step_runs_one_group_for_each_row_and_has_their_order(loop):
 
 def test_a_step_that_is_on_the_disk_is_neither_run_nor_published_again(loop):
     first = loop.step(3, "ba")
-    loop.run.clear()
+    loop.ran.clear()
     assert loop.step(3, "ba", attempt=1) == first
-    assert loop.run == []
+    assert loop.ran == []
     assert loop.published == [f"{RUN}.3.0"]
     assert "4 sessions (4 recorded before)\n" in loop.printed
 
@@ -314,9 +317,9 @@ def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(
     before = list(loop.step(3, "b").rewards)
     loop.forget_batches()
     batch = loop.step(3, "ba", attempt=1)
-    assert loop.run == [f"a-{RUN}.3.1-0.1", f"a-{RUN}.3.1-1.1"]
+    assert loop.ran == [f"a-{RUN}.3.1-0.1", f"a-{RUN}.3.1-1.1"]
     assert loop.published == [f"{RUN}.3.0", f"{RUN}.3.1"]
-    assert list(batch.rewards) == before + loop.run
+    assert list(batch.rewards) == before + loop.ran
 
 
 @pytest.mark.parametrize("status", ["infrastructure", "unjudged"])
@@ -329,9 +332,9 @@ def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_agai
         loop.step(3, "ba")
     assert TrainedBatches(loop.folder).get(3) is None
     loop.faults = ""
-    loop.run.clear()
-    assert list(loop.step(3, "ba", attempt=1).rewards) == loop.run
-    assert len(loop.run) == 4
+    loop.ran.clear()
+    assert list(loop.step(3, "ba", attempt=1).rewards) == loop.ran
+    assert len(loop.ran) == 4
 
 
 def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(loop):
@@ -370,12 +373,12 @@ class TestOtherWeights:
         loop.other = {name: other}
         batch = loop.step(3, "ba")
         trained = [trace.session_id for trace in batch.traces]
-        assert trained == [each for each in loop.run if each != name]
+        assert trained == [each for each in loop.ran if each != name]
         assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"stale": 2})
         warning = f"warning: 2 tokens of step 4 were sampled by other weights than {RUN}.3.0"
         assert f"{warning} ({other}): " in loop.printed
         kept = {recorded.session_id for recorded in iter_sessions(loop.folder) if recorded.calls}
-        assert kept == {*loop.run}
+        assert kept == {*loop.ran}
 
     def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, loop):
         loop.other = {".0": "default"}
@@ -384,7 +387,7 @@ class TestOtherWeights:
             loop.step(3, "b")
         assert TrainedBatches(loop.folder).get(3) is None
         batch = loop.step(3, "b", attempt=1)
-        assert list(batch.rewards) == loop.run[2:] == [f"b-{RUN}.3.0-0.1", f"b-{RUN}.3.0-1.1"]
+        assert list(batch.rewards) == loop.ran[2:] == [f"b-{RUN}.3.0-0.1", f"b-{RUN}.3.0-1.1"]
 
     def test_a_step_during_which_an_engine_was_stolen_is_not_trained(self, loop):
         loop.stolen = True
@@ -419,7 +422,7 @@ def test_the_sessions_of_a_step_are_scored_by_the_teacher_and_not_again_after_a_
     assert teacher.scored == [[1, 2, 3]] * 2
     scores = [logprob([1], 2), logprob([1, 2], 3)]
     assert [trace.scores for trace in traces] == [scores] * 4
-    assert loop.run == [f"a-{RUN}.0.0-0.0", f"a-{RUN}.0.0-1.0"]
+    assert loop.ran == [f"a-{RUN}.0.0-0.0", f"a-{RUN}.0.0-1.0"]
 
 
 def test_a_step_reads_no_session_of_earlier_steps(
@@ -490,8 +493,8 @@ class TestAhead:
         first = loop.step(0)
         again = ahead(attempt=1)
         assert again.step(0) == first
-        assert list(again.step(1).rewards) == loop.run[2:4], "by the weights of the first attempt"
-        assert {name[0] for name in again.run} == {"c"}
+        assert list(again.step(1).rewards) == loop.ran[2:4], "by the weights of the first attempt"
+        assert {name[0] for name in again.ran} == {"c"}
         assert tasks_of(again.step(2)) == "c"
 
     def test_groups_without_signal_are_replaced_by_those_that_run_ahead(self, ahead):
@@ -629,16 +632,16 @@ class TestGroupsWithoutSignal:
     def test_a_further_group_without_signal_is_replaced_too_until_the_limit(self, make_loop):
         loop = make_loop("abcde", replace_zero_variance=4)
         loop.step(3, "a")
-        groups = [session_id.removesuffix("-0.0") for session_id in loop.run[::2]]
+        groups = [session_id.removesuffix("-0.0") for session_id in loop.ran[::2]]
         further = [f"{task}-{RUN}.{step}.0" for step, task in enumerate("eabc", 4)]
         assert groups == [f"a-{RUN}.3.0", *further]
 
     def test_a_restarted_step_takes_the_same_groups_and_their_sessions(self, make_loop):
         loop = make_loop("abc", replace_zero_variance=4)
         first = loop.step(3, "ab")
-        loop.run.clear()
+        loop.ran.clear()
         assert loop.step(3, "ab", attempt=1) == first
-        assert loop.run == []
+        assert loop.ran == []
 
 
 class TestForks:
@@ -657,7 +660,7 @@ class TestForks:
         source = RecordedFrom(loop.folder, f"a-{RUN}.3.1-0.0", START + timedelta(seconds=2))
         forks = f"fork~a-{RUN}.3.1-0.0"
         assert loop.forked == {forks: source}
-        assert len(loop.run) == 2 + 2 + 3
+        assert len(loop.ran) == 2 + 2 + 3
         forked = [name for name, label in batch.rewards.items() if label.group_id == forks]
         assert forked == [f"{forks}-{index}.0" for index in range(3)]
         assert batch.ledger.sampled == 7 * 4 * 2
@@ -668,7 +671,7 @@ class TestForks:
         assert len(loop.forked) == 2
         loop.forget_batches()
         batch = loop.step(3, "ab", attempt=1)
-        assert loop.run == []
+        assert loop.ran == []
         assert sorted(batch.rewards) == first
         assert loop.step(3, "ab", attempt=2) == batch
 
@@ -685,7 +688,7 @@ class TestForks:
         loop.calls = 1
         loop.step(3, "a")
         assert loop.forked == {}
-        assert len(loop.run) == 4
+        assert len(loop.ran) == 4
 
 
 class TestFaults:
@@ -700,19 +703,19 @@ class TestFaults:
     def test_a_step_that_was_trained_without_a_group_is_trained_without_it_again(self, loop):
         first = loop.step(3, "a")
         assert first.rewards
-        loop.run.clear()
+        loop.ran.clear()
         assert loop.step(3, "a", attempt=1) == first
-        assert loop.run == []
+        assert loop.ran == []
 
     def test_the_faults_of_a_step_that_was_not_trained_are_run_again(self, loop):
         loop.step(3, "ab")
         loop.forget_batches()
         batch = loop.step(3, "ab", attempt=1)
-        assert loop.run == [f"a-{RUN}.3.0-0.1", f"a-{RUN}.3.0-1.1"]
-        assert list(batch.rewards) == [*loop.run, f"b-{RUN}.3.1-0.0", f"b-{RUN}.3.1-1.0"]
-        loop.run.clear()
+        assert loop.ran == [f"a-{RUN}.3.0-0.1", f"a-{RUN}.3.0-1.1"]
+        assert list(batch.rewards) == [*loop.ran, f"b-{RUN}.3.1-0.0", f"b-{RUN}.3.1-1.0"]
+        loop.ran.clear()
         assert loop.step(3, "ab", attempt=2) == batch
-        assert loop.run == []
+        assert loop.ran == []
 
 
 @pytest.mark.parametrize(
@@ -736,7 +739,7 @@ def test_a_step_that_was_trained_is_taken_again_with_the_rewards_that_it_had(loo
     first = loop.step(3, "b")
     given = GivenReward(value=-9.0, group="mine", source="x")
     with RunWriter(loop.folder, "never") as writer:
-        give_reward(writer, loop.run[0], given, change=True)
+        give_reward(writer, loop.ran[0], given, change=True)
     assert loop.step(3, "b", attempt=1) == first
 
 
