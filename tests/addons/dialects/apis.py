@@ -22,6 +22,12 @@ ANSWERED = ["c3", "c1", "c2"]
 """The ids of the results, in another order than the calls."""
 USER = {"role": "user", "content": "Hi"}
 LONG = "x" * 2000
+GIVEN = "given by the test"
+
+
+def filled(fields, value):
+    """Return fields with a value in the place of `GIVEN`."""
+    return json.loads(json.dumps(fields).replace(f'"{GIVEN}"', json.dumps(value)))
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,12 @@ class Api:
     """The fields that forbid tool calls."""
     tools: list[list[dict[str, Any]]]
     """Lists of one tool whose name is `LONG`."""
-    choosing: Any
-    """A function of a tool's name. It returns the fields that force it, or allow it alone, in every
-    form of the API."""
-    stop: Any
-    """A function of texts. It returns the fields that ask to stop at them."""
-    schema: Any
-    """A function of a JSON schema. It returns the fields that ask for a reply of it."""
+    choosing: list[dict[str, Any]]
+    """The fields that force the tool of the name `GIVEN`, or allow it alone, in every form."""
+    stop: dict[str, Any]
+    """The fields that ask to stop at the texts `GIVEN`."""
+    schema: dict[str, Any]
+    """The fields that ask for a reply of the JSON schema `GIVEN`."""
     echoing: Any
     """A function of a reply. It returns the fields of a request in which a program sends it back.
     """
@@ -62,18 +67,18 @@ class Api:
     def conversations(self):
         """A strategy for conversations, which are lists of elements."""
         key = self.dialect.CONVERSATION
-        whole, (user, *_) = [*self.request[key], *self.talk[key]], self.talk[key]
-        begun = st.integers(0, len(whole)).map(lambda length: whole[:length])
-        others = st.lists(st.sampled_from([user, *self.elements]), max_size=4)
-        places = st.lists(st.integers(0, len(whole)), min_size=4, max_size=4)
+        talk = self.talk[key]
+        whole = [*self.request[key], *talk]
+        elements = st.sampled_from([talk[0], *self.elements])
+        places = st.integers(0, len(whole))
 
-        def mixed(elements, inserted, places):
-            mixture = list(elements)
-            for place, element in zip(places, inserted, strict=False):
+        def mixed(length, inserted):
+            mixture = whole[:length]
+            for place, element in inserted:
                 mixture.insert(place, element)
-            return [*mixture, user]
+            return [*mixture, talk[0]]
 
-        return st.builds(mixed, begun, others, places)
+        return st.builds(mixed, places, st.lists(st.tuples(places, elements), max_size=4))
 
     def decode(self, body, target=""):
         return self.decode_bytes(json.dumps(body).encode(), target)
@@ -84,10 +89,10 @@ class Api:
     def context(self, **changes):
         """Return the context of a reply to `request`, which asks for all that a reply may have."""
         call = self.decode({**self.request, **changes})
-        call.include_usage, call.reasoning = True, "shown"
-        return ReplyContext(
-            "c9", 5, self.stream_target or self.target, call, prompt_tokens=USAGE.prompt
-        )
+        call.include_usage = True
+        call.reasoning = "shown"
+        target = self.stream_target or self.target
+        return ReplyContext("c9", 5, target, call, prompt_tokens=USAGE.prompt)
 
     def echo(self, whole):
         """Return the message that a reply decodes to when a program sends it back."""
@@ -107,10 +112,10 @@ def streamed(api, context, reply, piece=3, keep_alive=False):
     for name in ("reasoning", "content"):
         text = getattr(reply, name)
         for begin in range(0, len(text), piece):
-            sent += encoder.delta(
-                **{"reasoning": "", "content": "", name: text[begin : begin + piece]}
-            )
-            sent += encoder.keep_alive() if keep_alive else b""
+            delta = {"reasoning": "", "content": "", name: text[begin : begin + piece]}
+            sent += encoder.delta(**delta)
+            if keep_alive:
+                sent += encoder.keep_alive()
     return sent + encoder.finish(reply, USAGE)
 
 
@@ -143,30 +148,35 @@ def _chat(stream):
         assert call.pop("index") == index
     if "tool_calls" in message:
         message["content"] = message["content"] or None
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": None,
-        "finish_reason": choice["finish_reason"],
-    }
+    ended = {"logprobs": None, "finish_reason": choice["finish_reason"]}
+    choice = {"index": 0, "message": message, **ended}
     return {**last, "object": "chat.completion", "choices": [choice]}
+
+
+def _chat_echo(whole):
+    return {"messages": [USER, whole["choices"][0]["message"]]}
 
 
 def _responses(stream):
     events = events_of(stream)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     whole = events[-1]["response"]
-    assert [
-        event["item"] for event in events if event["type"] == "response.output_item.done"
-    ] == whole["output"]
+    done = []
     sent = {item["id"]: "" for item in whole["output"]}
     for event in events:
+        if event["type"] == "response.output_item.done":
+            done.append(event["item"])
         if event["type"].endswith(".delta"):
             sent[event["item_id"]] += event["delta"]
+    assert done == whole["output"]
     for item in whole["output"]:
         (part,) = item.get("summary") or item.get("content") or [{}]
         assert sent[item["id"]] == part.get("text", item.get("arguments", item.get("input", "")))
     return whole
+
+
+def _responses_echo(whole):
+    return {"input": [USER, *whole["output"]], "tools": of_responses.REQUEST["tools"]}
 
 
 def _messages(stream):
@@ -179,7 +189,8 @@ def _messages(stream):
                 message = event["message"]
             case "content_block_start":
                 assert event["index"] == len(message["content"])
-                message["content"].append(block := event["content_block"])
+                block = event["content_block"]
+                message["content"].append(block)
                 written = ""
             case "content_block_delta" if event["delta"]["type"] == "input_json_delta":
                 written += event["delta"]["partial_json"]
@@ -207,17 +218,25 @@ def chunks_of(stream):
 def _gemini(stream):
     chunks = chunks_of(stream)
     parts = []
-    for part in (part for chunk in chunks for part in chunk["candidates"][0]["content"]["parts"]):
-        last = parts[-1] if parts else {}
-        if "text" in part and "text" in last and part.get("thought") == last.get("thought"):
-            last.update({**part, "text": last["text"] + part["text"]})
-        else:
-            parts.append(part)
+    last = {}
+    for chunk in chunks:
+        for part in chunk["candidates"][0]["content"]["parts"]:
+            if "text" in part and "text" in last and part.get("thought") == last.get("thought"):
+                last.update({**part, "text": last["text"] + part["text"]})
+            else:
+                last = part
+                parts.append(last)
     candidate = {**chunks[-1]["candidates"][0], "content": {"role": "model", "parts": parts}}
     return {**chunks[-1], "candidates": [candidate]}
 
 
+def _gemini_echo(whole):
+    return {"contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]}
+
+
+CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}
 _TOOL = {"name": LONG, "parameters": {}}
+_ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": GIVEN}}]}
 _FUNCTION = {"type": "function", "name": LONG}
 CHAT = Api(
     routes.CHAT,
@@ -235,29 +254,18 @@ CHAT = Api(
         ]
     },
     forbidding={"tool_choice": "none"},
-    choosing=lambda name: [
-        {"tool_choice": {"type": kind, kind: fields}}
-        for kind, fields in [
-            ("function", {"name": name}),
-            ("custom", {"name": name}),
-            (
-                "allowed_tools",
-                {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]},
-            ),
-        ]
+    choosing=[
+        {"tool_choice": {"type": "function", "function": {"name": GIVEN}}},
+        {"tool_choice": {"type": "custom", "custom": {"name": GIVEN}}},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": _ALLOWED}},
     ],
     tools=[[{"type": "function", "function": _TOOL}], [{"type": "custom", "custom": _TOOL}]],
-    stop=lambda texts: {"stop": texts},
-    schema=lambda schema: {
-        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}
-    },
-    echoing=lambda whole: {"messages": [USER, whole["choices"][0]["message"]]},
+    stop={"stop": GIVEN},
+    schema={"response_format": {"type": "json_schema", "json_schema": {"schema": GIVEN}}},
+    echoing=_chat_echo,
     assembled=_chat,
     elements=(
-        {
-            "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}],
-        },
+        {"role": "user", "content": [CHAT_IMAGE]},
         {
             "role": "assistant",
             "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "patch"}}],
@@ -281,25 +289,21 @@ RESPONSES = Api(
         ]
     },
     forbidding={"tool_choice": "none"},
-    choosing=lambda name: [
-        {"tool_choice": choice}
-        for choice in [
-            {"type": "function", "name": name},
-            {"type": "custom", "name": name},
-            {
+    choosing=[
+        {"tool_choice": {"type": "function", "name": GIVEN}},
+        {"tool_choice": {"type": "custom", "name": GIVEN}},
+        {
+            "tool_choice": {
                 "type": "allowed_tools",
                 "mode": "auto",
-                "tools": [{"type": "function", "name": name}],
-            },
-        ]
+                "tools": [{"type": "function", "name": GIVEN}],
+            }
+        },
     ],
     tools=[[_FUNCTION], [{**_FUNCTION, "type": "namespace"}]],
-    stop=None,
-    schema=lambda schema: {"text": {"format": {"type": "json_schema", "schema": schema}}},
-    echoing=lambda whole: {
-        "input": [USER, *whole["output"]],
-        "tools": of_responses.REQUEST["tools"],
-    },
+    stop={},
+    schema={"text": {"format": {"type": "json_schema", "schema": GIVEN}}},
+    echoing=_responses_echo,
     assembled=_responses,
     elements=(
         {
@@ -325,6 +329,12 @@ def _turn(content, answer):
     return {"max_tokens": 1, "messages": [USER, {"role": "assistant", "content": content}, answer]}
 
 
+def _messages_echo(whole):
+    return _turn(whole["content"], USER)
+
+
+_IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}
+_LATER = of_messages.reference("later")
 _USES = [{"type": "tool_use", "id": i, "name": name, "input": {}} for i, name in CALLS]
 _RESULTS = [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ANSWERED]
 MESSAGES = Api(
@@ -334,33 +344,22 @@ MESSAGES = Api(
     of_messages.bodies,
     talk=_turn(_USES, {"role": "user", "content": _RESULTS}),
     forbidding={"tool_choice": {"type": "none"}},
-    choosing=lambda name: [{"tool_choice": {"type": "tool", "name": name}}],
+    choosing=[{"tool_choice": {"type": "tool", "name": GIVEN}}],
     tools=[[_TOOL]],
-    stop=lambda texts: {"stop_sequences": texts},
-    schema=lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
-    echoing=lambda whole: _turn(whole["content"], USER),
+    stop={"stop_sequences": GIVEN},
+    schema={"output_config": {"format": {"type": "json_schema", "schema": GIVEN}}},
+    echoing=_messages_echo,
     assembled=_messages,
     elements=(
         {"role": "assistant", "content": "One more."},
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}
-            ],
-        },
-        *(
-            {"role": role, "content": [of_messages.reference("later")]}
-            for role in ("assistant", "user")
-        ),
-        {
-            "role": "user",
-            "content": [
-                {**_RESULTS[0], "tool_use_id": "", "content": [of_messages.reference("later")]}
-            ],
-        },
+        {"role": "user", "content": [_IMAGE]},
+        {"role": "assistant", "content": [_LATER]},
+        {"role": "user", "content": [_LATER]},
+        {"role": "user", "content": [{**_RESULTS[0], "tool_use_id": "", "content": [_LATER]}]},
     ),
     count_target="/v1/messages/count_tokens",
 )
+_ANY = {"mode": "ANY"}
 _ANSWERS = [{"id": i, "name": dict(CALLS)[i], "response": {"output": "x"}} for i in ANSWERED]
 GEMINI = Api(
     routes.GEMINI,
@@ -378,21 +377,16 @@ GEMINI = Api(
         ]
     },
     forbidding={"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
-    choosing=lambda name: [
-        {config: {"functionCallingConfig": {"mode": "ANY", names: [name]}}}
-        for config, names in (
-            ("toolConfig", "allowedFunctionNames"),
-            ("tool_config", "allowed_function_names"),
-        )
+    choosing=[
+        {"toolConfig": {"functionCallingConfig": {**_ANY, "allowedFunctionNames": [GIVEN]}}},
+        {"tool_config": {"functionCallingConfig": {**_ANY, "allowed_function_names": [GIVEN]}}},
     ],
     tools=[[{"functionDeclarations": [_TOOL]}]],
-    stop=lambda texts: {"generationConfig": {"stopSequences": texts}},
-    schema=lambda schema: {
-        "generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}
+    stop={"generationConfig": {"stopSequences": GIVEN}},
+    schema={
+        "generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": GIVEN}
     },
-    echoing=lambda whole: {
-        "contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]
-    },
+    echoing=_gemini_echo,
     assembled=_gemini,
     elements=(
         {
@@ -419,12 +413,17 @@ GEMINI = Api(
 ARRAY = replace(GEMINI, stream_target="/v1beta/models/gemini-x:streamGenerateContent")
 """Gemini's other form of a stream."""
 APIS = [CHAT, RESPONSES, MESSAGES, GEMINI]
-REFUSED = [
-    (m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.REFUSED
-]
+REFUSED = []
 """Decoders of changes of a request; changes; the place or the words of the refusal."""
-MEANS = [
-    (m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.MEANS
-]
+MEANS = []
 """Decoders; changes; a field of the decoded call; its value."""
-every_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.dialect.NAME)
+for module in (of_chat, of_responses, of_messages, of_gemini):
+    REFUSED += [(module.decode, *row) for row in module.REFUSED]
+    MEANS += [(module.decode, *row) for row in module.MEANS]
+
+
+def name_of(api):
+    return api.dialect.NAME
+
+
+every_api = pytest.mark.parametrize("api", APIS, ids=name_of)

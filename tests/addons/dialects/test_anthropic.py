@@ -1,4 +1,3 @@
-import copy
 import json
 import re
 from dataclasses import replace
@@ -18,17 +17,16 @@ from rolltap.addons.dialects.call import (
     sign,
 )
 from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
+from tests.addons.harness import user
 
 LOOK = {
     "name": "look",
     "description": "Looks.",
     "input_schema": {"type": "object", "properties": {"at": {}}},
 }
-SHOWN_LOOK = {
-    "type": "function",
-    "function": {"name": "look", "description": "Looks.", "parameters": LOOK["input_schema"]},
-}
+SHOWN_LOOK = function_tool("look", "Looks.", LOOK["input_schema"])
 LATER = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 BASH = {"type": "bash_20250124", "name": "bash"}
@@ -79,6 +77,20 @@ REQUEST = {
 
 
 USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1"}
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+def said(content, role="user"):
+    """Return the changes of a request that has one message."""
+    return {"messages": [{"role": role, "content": content}]}
+
+
+def block(role="user", **fields):
+    return said([fields], role)
 
 
 def decode(target="/v1/messages?beta=true", **changes):
@@ -86,15 +98,15 @@ def decode(target="/v1/messages?beta=true", **changes):
     return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), target)
 
 
-def decode_content(role, content, **changes):
+def decode_content(role, content):
     """Decode one message, which a user message follows, and before which a tool is called if it is
     the user's.
 
     Return the messages that it becomes.
     """
     before = [{"role": "assistant", "content": [USE]}] if role == "user" else []
-    messages = [*before, {"role": role, "content": content}, {"role": "user", "content": "Well?"}]
-    return decode(system=None, messages=messages, **changes).messages[len(before) : -1]
+    messages = [*before, {"role": role, "content": content}, user("Well?")]
+    return decode(system=None, messages=messages).messages[len(before) : -1]
 
 
 def decode_assistant(*content):
@@ -104,9 +116,7 @@ def decode_assistant(*content):
 
 def decode_result(*content):
     """Decode a tool result and return its text."""
-    (message,) = decode_content(
-        "user", [{"type": "tool_result", "tool_use_id": "t1", "content": [*content]}]
-    )
+    (message,) = decode_content("user", [{**RESULT, "content": [*content]}])
     return message["content"]
 
 
@@ -145,85 +155,65 @@ class TestDecode:
         )
 
     def test_the_billing_block_of_the_system_prompt_is_dropped(self):
-        billing = [
-            {"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in range(2)
-        ]
-        rest = [{"type": "text", "text": "Be brief."}]
-        first, second = (decode(system=[block, *rest]).messages[0] for block in billing)
-        assert first == second == {"role": "system", "content": "Be brief."}
-        assert decode(system=billing).messages[0]["role"] == "user"
+        for number in range(2):
+            billing = text(f"x-anthropic-billing-header: cch={number};")
+            system = decode(system=[billing, text("Be brief.")]).messages[0]
+            assert system == {"role": "system", "content": "Be brief."}
+            assert decode(system=[billing]).messages[0]["role"] == "user"
 
     def test_cache_markers_change_nothing(self):
-        marked = copy.deepcopy(REQUEST)
-        marker = {"cache_control": {"type": "ephemeral"}}
-        for message in [
-            {"content": marked["system"]},
-            {"content": marked["tools"]},
-            *marked["messages"],
-        ]:
-            for block in message["content"] if isinstance(message["content"], list) else []:
-                block.update(marker)
-        call = decode(**marked)
+        body = json.dumps(REQUEST)
+        for kind in ("text", "thinking", "tool_use", "tool_result"):
+            body = body.replace(
+                f'{{"type": "{kind}"',
+                f'{{"cache_control": {{"type": "ephemeral"}}, "type": "{kind}"',
+            )
+        tools = [{**tool, "cache_control": {"type": "ephemeral"}} for tool in REQUEST["tools"]]
+        call = decode(**{**json.loads(body), "tools": tools})
         assert (call.messages, call.tools) == (decode().messages, decode().tools)
 
     def test_a_string_is_the_same_as_one_text_block(self):
-        block = [{"type": "text", "text": "Hi"}]
-        assert decode(system="Hi").messages == decode(system=block).messages
-        assert decode(system="").messages == decode(system=[{"type": "text", "text": ""}]).messages
+        for system in ("Hi", ""):
+            assert decode(system=system).messages == decode(system=[text(system)]).messages
         for role in ("user", "system", "assistant"):
-            assert (
-                decode_content(role, "Hi")
-                == decode_content(role, block)
-                == [{"role": role, "content": "Hi"}]
-            )
+            for content in ("Hi", [text("Hi")]):
+                assert decode_content(role, content) == [{"role": role, "content": "Hi"}]
 
     def test_a_deferred_tool_is_not_shown_until_a_reference_loads_it(self):
-        assert decode(tools=[LATER, LOOK]).tools == decode(tools=[LOOK]).tools == [SHOWN_LOOK]
-        shown = {
-            "type": "function",
-            "function": {"name": "later", "parameters": {"type": "object"}},
-        }
-        assert json.loads(decode_result(reference("later"))) == shown
+        assert decode(tools=[LATER, LOOK]).tools == [SHOWN_LOOK]
+        shown = json.loads(decode_result(reference("later")))
+        assert shown["function"] == {"name": "later", "parameters": {"type": "object"}}
 
     def test_a_tool_is_defined_by_the_first_reference_and_named_by_later_ones(self):
-        first, second = map(
-            json.loads, decode_result(reference("later"), reference("later")).split("\n")
-        )
-        assert (first["function"]["name"], second) == ("later", {"name": "later"})
+        first, second = decode_result(reference("later"), reference("later")).split("\n")
+        assert json.loads(first)["function"]["name"] == "later"
+        assert json.loads(second) == {"name": "later"}
 
     def test_the_blocks_of_a_tool_result_are_lines_and_a_reference_to_an_unknown_tool_is_its_name(
         self,
     ):
-        assert (
-            decode_result({"type": "text", "text": "a.py"}, reference("gone"))
-            == 'a.py\n{"name": "gone"}'
-        )
+        assert decode_result(text("a.py"), reference("gone")) == 'a.py\n{"name": "gone"}'
 
     def test_tool_results_come_before_the_text_of_their_message(self):
-        result = {"type": "tool_result", "tool_use_id": "t1"}
-        decoded = decode_content("user", [{"type": "text", "text": "Look:"}, result])
+        decoded = decode_content("user", [text("Look:"), RESULT])
         answer = {"role": "tool", "content": "", "tool_call_id": "t1", "name": "look"}
-        assert decoded == [answer, {"role": "user", "content": "Look:"}]
+        assert decoded == [answer, user("Look:")]
 
     def test_a_user_message_of_no_text_is_a_message_unless_it_holds_results(self):
-        assert decode_content("user", []) == [{"role": "user", "content": ""}]
-        assert len(decode_content("user", [{"type": "tool_result", "tool_use_id": "t1"}])) == 1
+        assert decode_content("user", []) == [user("")]
+        assert len(decode_content("user", [RESULT])) == 1
 
     def test_an_assistant_message_is_one_message_whatever_its_order(self):
-        use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
         thinking = {"type": "thinking", "thinking": "Hm.", "signature": "not ours"}
-        text = [{"type": "text", "text": "One, "}, {"type": "text", "text": "two."}]
-        message = decode_assistant(use, text[0], thinking, text[1])
-        assert message == decode_assistant(thinking, *text, use)
+        message = decode_assistant(USE, text("One, "), thinking, text("two."))
+        assert message == decode_assistant(thinking, text("One, "), text("two."), USE)
         assert (message["content"], message["reasoning_content"]) == ("One, two.", "Hm.")
 
     def test_consecutive_assistant_messages_are_one_turn(self):
-        thinking, text, *uses = REQUEST["messages"][2]["content"]
-        split = [{"role": "assistant", "content": part} for part in ([thinking], [text], uses)]
-        assert (
-            decode(messages=[*REQUEST["messages"][:2], *split, REQUEST["messages"][3]]).messages
-            == decode().messages
-        )
+        *before, turn, results = REQUEST["messages"]
+        thinking, said, *uses = turn["content"]
+        split = [{"role": "assistant", "content": part} for part in ([thinking], [said], uses)]
+        assert decode(messages=[*before, *split, results]).messages == decode().messages
 
     @pytest.mark.parametrize("data", [sign("c7"), "EmwKAhgBEgy3va3pzix"], ids=["ours", "another's"])
     def test_redacted_thinking_names_a_call_only_when_it_was_issued_here(self, data):
@@ -247,28 +237,23 @@ class TestDecode:
     @pytest.mark.parametrize("kind", ["image", "document", "hologram"])
     def test_what_is_neither_text_nor_said_to_be_a_file_is_refused_by_its_place(self, kind):
         picture = {"type": kind, "source": "a.png"}
-        result = {"type": "tool_result", "tool_use_id": "t1", "content": [picture]}
-        for block, place in (
-            (picture, "messages.1.content.0"),
-            (result, "messages.1.content.0.content.0"),
-        ):
-            with pytest.raises(
-                DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"
-            ):
-                decode_content("user", [block])
+        within = {**RESULT, "content": [picture]}
+        for shown, place in ((picture, "content.0"), (within, "content.0.content.0")):
+            words = rf"^messages.1.{place}\.type: .*'{kind}'; this model takes text only"
+            with pytest.raises(DialectError, match=words):
+                decode_content("user", [shown])
 
 
 HEAD = ReplyContext("c9", 5, "/v1/messages", ModelCall("claude-x", [], []))
 
 
 def encoded(reply):
-    return json.loads(
-        routes.MESSAGES.encode_reply(HEAD, reply, Usage(prompt=7, completion=3, cached=4))
-    )
+    usage = Usage(prompt=7, completion=3, cached=4)
+    return json.loads(routes.MESSAGES.encode_reply(HEAD, reply, usage))
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("sampled", "expected"),
     [
         ('{"at": "é"}', {"at": "é"}),
         ("not JSON", {"INVALID_JSON": "not JSON"}),
@@ -278,11 +263,9 @@ def encoded(reply):
     ],
     ids=["an object", "not JSON", "a list", "like wrapped text", "infinite"],
 )
-def test_arguments_are_an_object_whatever_was_sampled(text, expected):
-    (block,) = encoded(
-        Reply(tool_calls=[ToolCall("call_1", "look", text)], finish_reason="tool_calls")
-    )["content"]
-    assert block == {"type": "tool_use", "id": "call_1", "name": "look", "input": expected}
+def test_arguments_are_an_object_whatever_was_sampled(sampled, expected):
+    reply = Reply(tool_calls=[ToolCall("t1", "look", sampled)], finish_reason="tool_calls")
+    assert encoded(reply)["content"] == [{**USE, "input": expected}]
 
 
 def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them_and_no_content_is_an_empty_list():
@@ -313,21 +296,15 @@ def test_an_error_has_the_type_of_its_status(status, kind):
     error = DialectError("No.", status=status)
     body = routes.MESSAGES.encode_error(error)
     assert json.loads(body) == {"type": "error", "error": {"type": kind, "message": "No."}}
-    assert (
-        routes.MESSAGES.stream_encoder(HEAD).error(error)
-        == b"event: error\ndata: " + body + b"\n\n"
-    )
+    event = routes.MESSAGES.stream_encoder(HEAD).error(error)
+    assert event == b"event: error\ndata: " + body + b"\n\n"
 
 
 def test_reasoning_that_is_not_sent_keeps_the_connection_open():
-    encoder = routes.MESSAGES.stream_encoder(
-        replace(HEAD, model_call=ModelCall("claude-x", [], [], reasoning="hidden"))
-    )
-    assert (
-        encoder.delta("Hm.", "")
-        == encoder.keep_alive()
-        == b'event: ping\ndata: {"type":"ping"}\n\n'
-    )
+    hidden = replace(HEAD, model_call=ModelCall("claude-x", [], [], reasoning="hidden"))
+    encoder = routes.MESSAGES.stream_encoder(hidden)
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert encoder.delta("Hm.", "") == encoder.keep_alive() == ping
 
 
 SIGNED = """
@@ -338,15 +315,12 @@ content_block_start text_delta content_block_stop message_delta message_stop
 
 def test_thinking_is_signed_before_its_block_ends():
     encoder = routes.MESSAGES.stream_encoder(HEAD)
-    sent = (
-        encoder.start()
-        + encoder.delta("Hm.", "Hi")
-        + encoder.finish(Reply("Hi", "Hm."), Usage(7, 3))
-    )
-    events = [json.loads(line) for line in re.findall(b"data: (.*)", sent)]
-    kinds = [
-        e["delta"]["type"] if e["type"] == "content_block_delta" else e["type"] for e in events
-    ]
+    sent = encoder.start() + encoder.delta("Hm.", "Hi")
+    sent += encoder.finish(Reply("Hi", "Hm."), Usage(7, 3))
+    kinds = []
+    for line in re.findall(b"data: (.*)", sent):
+        event = json.loads(line)
+        kinds.append(event.get("delta", {}).get("type", event["type"]))
     assert kinds == SIGNED.split()
 
 
@@ -362,37 +336,23 @@ REFUSED = [
     ({"messages": []}, "messages: "),
     ({"messages": {}}, "messages: "),
     ({"messages": ["Hi"]}, "messages.0: "),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role: "),
+    (said("x", "tool"), "messages.0.role: "),
+    (said("x", ["user"]), "messages.0.role: "),
     ({"messages": [{"role": "user"}]}, "messages.0.content: "),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: "),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: "),
-    ({"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages.0.content.0.type: "),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages.0.content.0.text: ",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "robot"}]}]},
-        "messages.0.content.0.type: ",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
-        "messages.0.content.0.type: ",
-    ),
-    (
-        {"messages": [{"role": "system", "content": [{"type": "tool_result"}]}]},
-        "messages.0.content.0.type: ",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-        "content.0.tool_use_id: ",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]},
-        "content.0.thinking: ",
-    ),
-    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content.0.name: "),
+    (said(5), "messages.0.content: "),
+    (said(["x"]), "messages.0.content.0: "),
+    (block(type=None), "messages.0.content.0.type: "),
+    (block(type="text"), "messages.0.content.0.text: "),
+    (block(type="robot"), "messages.0.content.0.type: "),
+    (block(type="tool_use"), "messages.0.content.0.type: "),
+    (block("system", type="tool_result"), "messages.0.content.0.type: "),
+    (block(type="tool_result"), "content.0.tool_use_id: "),
+    (block("assistant", type="thinking"), "content.0.thinking: "),
+    (block("assistant", type="tool_use"), "content.0.name: "),
+    (block("assistant", **{**USE, "id": None}), "messages.0.content.0.id: "),
+    (block("assistant", **{**USE, "name": ""}), "messages.0.content.0.name: "),
+    (block("assistant", **{**USE, "input": "{}"}), "messages.0.content.0.input: "),
+    (block("assistant", **{**USE, "input": None}), "messages.0.content.0.input: "),
     ({"system": 5}, "system: "),
     ({"system": [{"type": "image"}]}, "system.0.type: "),
     ({"tools": "x"}, "tools: "),
@@ -400,13 +360,6 @@ REFUSED = [
     ({"tools": [{"name": ""}]}, "tools.0.name: "),
     ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
     ({"stop_sequences": [5]}, "stop_sequences.0: "),
-    *(
-        (
-            {"messages": [{"role": "assistant", "content": [{**USE, key: value}]}]},
-            f"messages.0.content.0.{key}: ",
-        )
-        for key, value in (("id", None), ("name", ""), ("input", "{}"), ("input", None))
-    ),
     (
         {"messages": [*REQUEST["messages"], {"role": "assistant", "content": "{"}]},
         "does not support assistant message prefill",
@@ -435,42 +388,23 @@ MEANS = [
     ({"thinking": {"type": "adaptive", "display": "omitted"}}, "reasoning", "signed"),
 ]
 """Changes of the request, and a field of the decoded call with its value."""
-words = [
-    "text",
-    "user",
-    "assistant",
-    "system",
-    "thinking",
-    "tool_use",
-    "tool_result",
-    "tool_reference",
-    "image",
-]
-keys = [
-    "role",
-    "content",
-    "type",
-    "text",
-    "name",
-    "input",
-    "INVALID_JSON",
-    "tool_name",
-    "source",
-    "tool_use_id",
-]
-bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", sign("c1")], keys))
+WORDS = """
+text user assistant system thinking tool_use tool_result tool_reference image server_tool_use
+"""
+KEYS = "role content type text name input INVALID_JSON tool_name source tool_use_id"
+bodies = hostile.bodies([REQUEST], hostile.values([*WORDS.split(), sign("c1")], KEYS.split()))
 
 
 def test_any_depth_is_a_model_call_or_a_refusal():
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": [reference("later")]}
-    asked = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+    result = {**RESULT, "content": [reference("later")]}
+    asked = [{"role": "assistant", "content": [USE]}, user([result])]
+    body = json.dumps({"max_tokens": 1, "messages": asked, "tools": [LATER]})
     outcomes = set()
     for depth in (*range(40, 80), 400, 100_000):
         schema = '{"a": [' * depth + "]}" * depth
-        body = json.dumps({"max_tokens": 1, "messages": asked, "tools": [LATER]})
-        body = body.replace(json.dumps(LATER["input_schema"]), schema)
+        deep = body.replace(json.dumps(LATER["input_schema"]), schema).encode()
         try:
-            call = routes.MESSAGES.decode(parse_object(body.encode()), "/v1/messages")
+            call = routes.MESSAGES.decode(parse_object(deep), "/v1/messages")
         except DialectError as refusal:
             outcomes.add(str(refusal).partition(":")[0])
         else:

@@ -5,9 +5,11 @@ import contextlib
 import copy
 import gc
 import json
+import re
 import sys
 import tracemalloc
 from dataclasses import asdict
+from functools import partial
 
 import orjson
 import pytest
@@ -26,6 +28,8 @@ from tests.addons.dialects.apis import (
     RESPONSES,
     USAGE,
     every_api,
+    filled,
+    name_of,
     parse,
     streamed,
 )
@@ -146,10 +150,8 @@ def test_an_option_of_a_request_is_a_field_of_the_call(decode, changes, field, v
 @pytest.mark.parametrize("cut", ["ud83d", "udc00"])
 def test_a_lone_surrogate_becomes_a_replacement_character(api, cut):
     text = json.dumps(api.request).replace("u00e9", cut)
-    messages = api.decode_bytes(text.encode()).messages
-    assert messages == json.loads(
-        json.dumps(api.decode(api.request).messages).replace("u00e9", "ufffd")
-    )
+    expected = json.dumps(api.decode(api.request).messages).replace("u00e9", "ufffd")
+    assert api.decode_bytes(text.encode()).messages == json.loads(expected)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +167,8 @@ def test_a_lone_surrogate_becomes_a_replacement_character(api, cut):
     ],
 )
 def test_content_is_text_however_it_is_written(api, key, content, text):
-    assert (
-        api.decode({key: [{"role": "assistant", "content": content}]}).messages[0]["content"]
-        == text
-    )
+    (message,) = api.decode({key: [{"role": "assistant", "content": content}]}).messages
+    assert message["content"] == text
 
 
 @pytest.mark.parametrize("api", [CHAT, RESPONSES], ids=["chat", "responses"])
@@ -178,16 +178,17 @@ def test_no_new_text_is_no_event(api):
 
 @every_api
 def test_a_result_has_the_name_of_its_tool(api):
-    decoded = api.decode(api.talk).messages[-3:]
     names = dict(apis.CALLS)
-    assert decoded == [
-        {"role": "tool", "content": "x", "tool_call_id": i, "name": names[i]} for i in apis.ANSWERED
-    ]
+    results = api.decode(api.talk).messages[-3:]
+    for call_id, result in zip(apis.ANSWERED, results, strict=True):
+        assert (result["role"], result["content"]) == ("tool", "x")
+        assert (result["tool_call_id"], result["name"]) == (call_id, names[call_id])
 
 
 @every_api
 def test_tools_are_shown_when_none_may_be_called(api):
-    free, bound = api.decode(api.request), api.decode({**api.request, **api.forbidding})
+    free = api.decode(api.request)
+    bound = api.decode({**api.request, **api.forbidding})
     assert (free.may_call, bound.may_call) == (True, False)
     assert (bound.tools, bound.messages) == (free.tools, free.messages)
 
@@ -209,29 +210,25 @@ UNKNOWN = {
 
 @every_api
 def test_a_choice_of_a_tool_that_is_not_offered_is_refused(api):
-    for offered, gone in zip(api.choosing("look"), api.choosing("gone"), strict=True):
-        spelled = {key: value for key, value in api.request.items() if key != "toolConfig"}
-        assert api.decode({**spelled, **offered}).tools
+    request = {key: value for key, value in api.request.items() if key != "toolConfig"}
+    words = re.escape(NOT_OFFERED[api.dialect.NAME])
+    for fields in api.choosing:
+        assert api.decode({**request, **filled(fields, "look")}).tools
         for tools in ({}, {"tools": []}):
-            with pytest.raises(DialectError) as refused:
-                api.decode({**spelled, **gone, **tools})
-            assert (refused.value.status, NOT_OFFERED[api.dialect.NAME] in str(refused.value)) == (
-                400,
-                True,
-            )
+            with pytest.raises(DialectError, match=words) as refused:
+                api.decode({**request, **filled(fields, "gone"), **tools})
+            assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=lambda api: api.dialect.NAME)
+@pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=name_of)
 def test_a_result_of_no_call_before_it_is_refused(api):
     *before, after = json.dumps(api.talk).rpartition('"c2"')
     gone = json.loads(before[0] + '"gone"' + after)
-    turned = {
-        key: value[::-1] if isinstance(value, list) else value for key, value in api.talk.items()
-    }
+    key = api.dialect.CONVERSATION
+    turned = {**api.talk, key: api.talk[key][::-1]}
     for asked, tool_call_id in ((gone, "gone"), (turned, r"c\d")):
-        with pytest.raises(
-            DialectError, match=UNKNOWN[api.dialect.NAME].replace("gone", tool_call_id)
-        ) as refused:
+        words = UNKNOWN[api.dialect.NAME].replace("gone", tool_call_id)
+        with pytest.raises(DialectError, match=words) as refused:
             api.decode(asked)
         assert refused.value.status == 400
 
@@ -249,107 +246,116 @@ def test_only_true_asks_for_a_stream(api, stream):
 
 @every_api
 def test_a_name_an_id_or_a_schema_that_is_too_long_is_refused(api):
-    bodies = [{**api.talk, "tools": tools} for tools in api.tools]
-    bodies.append(json.loads(json.dumps(api.talk).replace('"c1"', json.dumps(apis.LONG))))
-    model = {**api.talk, "model": apis.LONG}, api.target.replace("gemini-x", apis.LONG)
-    for body, target in (model, *((body, api.target) for body in bodies)):
-        with pytest.raises(
-            DialectError, match=r"a string of at most (256|1,024) characters"
-        ) as refused:
+    asked = [({**api.talk, "tools": tools}, api.target) for tools in api.tools]
+    long_id = json.dumps(api.talk).replace('"c1"', json.dumps(apis.LONG))
+    asked.append((json.loads(long_id), api.target))
+    asked.append(({**api.talk, "model": apis.LONG}, api.target.replace("gemini-x", apis.LONG)))
+    words = r"a string of at most (256|1,024) characters"
+    for body, target in asked:
+        with pytest.raises(DialectError, match=words) as refused:
             api.decode(body, target)
         assert len(str(refused.value)) < 300
     schema = {"type": "object", "description": "d" * (256 * 1024)}
     with pytest.raises(DialectError, match="schema of the reply is longer than 262,144 characters"):
-        api.decode({**api.talk, **api.schema(schema)})
+        api.decode({**api.talk, **filled(api.schema, schema)})
 
 
-@pytest.mark.parametrize("api", [CHAT, MESSAGES, GEMINI], ids=lambda api: api.dialect.NAME)
+@pytest.mark.parametrize("api", [CHAT, MESSAGES, GEMINI], ids=name_of)
 def test_stop_texts_are_few_and_short(api):
-    assert api.decode({**api.talk, **api.stop(["x" * 64] * 64)}).stop == ["x" * 64] * 64
+    most = ["x" * 64] * 64
+    assert api.decode({**api.talk, **filled(api.stop, most)}).stop == most
     for texts in (["x"] * 65, ["x" * 200_000]):
         with pytest.raises(DialectError, match="at most 64 texts of 4096 characters in total"):
-            api.decode({**api.talk, **api.stop(texts)})
+            api.decode({**api.talk, **filled(api.stop, texts)})
+
+
+def containers(inner):
+    lists = st.lists(inner, max_size=3)
+    return lists | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
+    containers,
     max_leaves=8,
 )
-ODD = (
-    [
-        "",
-        "{",
-        '{"INVALID_JSON": "x"}',
-        '{"INVALID_JSON": {}}',
-        '{"INVALID_JSON": "x", "b": 1}',
-        '{"n": 1e400}',
-    ]
-    + ['{"n": NaN}', '{"n": 1e22}', '{"a": "\\ud83d"}', "9" * 5000, "[" * 100_000]
-    + ['{"a":' * depth + "{}" + "}" * depth for depth in (60, 500)]
-)
+ODD = [
+    "",
+    "{",
+    '{"INVALID_JSON": "x"}',
+    '{"INVALID_JSON": {}}',
+    '{"INVALID_JSON": "x", "b": 1}',
+    '{"n": 1e400}',
+    '{"n": NaN}',
+    '{"n": 1e22}',
+    '{"a": "\\ud83d"}',
+    "9" * 5000,
+    "[" * 100_000,
+]
+ODD += ['{"a":' * depth + "{}" + "}" * depth for depth in (60, 500)]
 ARGUMENTS = (
     st.dictionaries(st.text(max_size=5) | st.just("INVALID_JSON"), JSON, max_size=3).map(json.dumps)
-    | JSON.map(lambda value: json.dumps(value, ensure_ascii=False, indent=1))
+    | JSON.map(partial(json.dumps, ensure_ascii=False, indent=1))
     | st.text()
     | st.sampled_from(ODD)
 )
-SAMPLED = st.tuples(st.text(min_size=1), ARGUMENTS) | st.tuples(
-    st.sampled_from(["patch", "agents__exec"]),
-    st.text().map(lambda text: json.dumps({"input": text})),
-)
+INPUT = st.fixed_dictionaries({"input": st.text()}).map(json.dumps)
+PATCHES = st.tuples(st.sampled_from(["patch", "agents__exec"]), INPUT)
+
+
+def made(calls):
+    return [ToolCall(f"call_{index}", *call) for index, call in enumerate(calls)]
+
+
 REPLIES = st.builds(
     Reply,
     content=st.text(max_size=12),
     reasoning=st.text(max_size=12),
-    tool_calls=st.lists(SAMPLED, max_size=3).map(
-        lambda calls: [ToolCall(f"call_{i}", *call) for i, call in enumerate(calls)]
-    ),
+    tool_calls=st.lists(st.tuples(st.text(min_size=1), ARGUMENTS) | PATCHES, max_size=3).map(made),
     finish_reason=st.sampled_from(["stop", "length", "tool_calls"]),
 )
 
 
-def same(one, other):
-    return json.dumps(one, sort_keys=True) == json.dumps(
-        other, sort_keys=True
-    )  # NaN equals NaN here
+def text_of(value):
+    """Return a text of JSON by which NaN equals NaN."""
+    return json.dumps(value, sort_keys=True)
 
 
-@pytest.mark.parametrize(
-    "api", [*APIS, ARRAY], ids=lambda api: f"{api.dialect.NAME} {api.stream_target}"
-)
+@pytest.mark.parametrize("api", [*APIS, ARRAY], ids=[*map(name_of, APIS), "an array of Gemini's"])
 @examples(1000)
 @given(reply=REPLIES, piece=st.integers(1, 12), keep_alive=st.booleans())
 def test_a_stream_adds_up_to_the_whole_reply_whose_echo_is_the_reply(api, reply, piece, keep_alive):
     context = api.context()
     whole = parse(api.dialect.encode_reply(context, reply, USAGE))
-    assert same(api.assembled(streamed(api, context, reply, piece, keep_alive)), whole)
-    issued = reply.to_message() | ({"call_id": "c9"} if api.issues(reply) else {})
+    stream = streamed(api, context, reply, piece, keep_alive)
+    assert text_of(api.assembled(stream)) == text_of(whole)
+    issued = reply.to_message()
+    if api.issues(reply):
+        issued["call_id"] = "c9"
     for call in issued.get("tool_calls", ()):
         call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
-    assert same(api.echo(whole), issued)
+    assert text_of(api.echo(whole)) == text_of(issued)
 
 
-def calls_made(function):
-    """Return the number of calls of Python and C functions that a function makes."""
-    events = []
+def cost(function):
+    """Return the number of calls of Python and C functions that a function makes, and the memory
+    that it has at most."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
     gc.disable()  # a collection calls functions too
-    sys.setprofile(lambda frame, event, argument: events.append(event))
+    sys.setprofile(count)
     function()
     sys.setprofile(None)
     gc.enable()
-    return events.count("call") + events.count("c_call")
-
-
-def bytes_taken(function):
-    """Return the memory that a function has at most."""
     tracemalloc.start()
     function()
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return most
+    return calls, most
 
 
 @every_api
@@ -358,16 +364,14 @@ def test_the_work_of_a_delta_does_not_grow_with_the_reply(api, field):
     """An encoder that went through its text with each delta would make more calls, or have a copy
     of the text."""
     encoder = api.dialect.stream_encoder(api.context())
-    pieces = {"reasoning": "", "content": "", field: "x" * 1000}
-    lengths, calls, taken = [], [], []
-    for num_pieces in (10, 1000):
-        while len(lengths) < num_pieces:
-            lengths.append(len(encoder.delta(**pieces)))
-        calls.append(calls_made(lambda: encoder.delta(**pieces)))
-        taken.append(bytes_taken(lambda: encoder.delta(**pieces)))
+    delta = partial(encoder.delta, **{"reasoning": "", "content": "", field: "x" * 1000})
+    lengths = [len(delta()) for _ in range(10)]
+    early = cost(delta)
+    lengths += [len(delta()) for _ in range(1000)]
+    late = cost(delta)
     assert max(lengths[1:]) < min(lengths[1:]) + 8  # the digits of a number
-    assert calls[1] == calls[0]
-    assert taken[1] < taken[0] + 100_000
+    assert late[0] == early[0]
+    assert late[1] < early[1] + 100_000
     whole = len(encoder.finish(Reply(**{field: "x" * 1_000_000}), USAGE))
     assert whole < 5 * 1_000_000
 

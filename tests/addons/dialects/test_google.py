@@ -21,6 +21,12 @@ from tests.addons.dialects.server import Server
 GENERATE = "/v1beta/models/gemini-x:generateContent"
 STREAM = "/v1beta/models/gemini-x:streamGenerateContent"
 SCHEMA = {"type": "object", "properties": {"at_what": {"type": "string"}}}
+
+
+def answer(**fields):
+    return {"functionResponse": {"response": {}, **fields}}
+
+
 REQUEST = {
     "systemInstruction": {"role": "user", "parts": [{"text": "Be brief."}]},
     "contents": [
@@ -40,21 +46,9 @@ REQUEST = {
         {
             "role": "user",
             "parts": [
-                {
-                    "functionResponse": {
-                        "id": "c1",
-                        "name": "look",
-                        "response": {"output": "Nothing."},
-                    }
-                },
+                answer(id="c1", name="look", response={"output": "Nothing."}),
                 {"text": "Go on."},
-                {
-                    "functionResponse": {
-                        "id": "c2",
-                        "name": "look",
-                        "response": {"error": "Too dark."},
-                    }
-                },
+                answer(id="c2", name="look", response={"error": "Too dark."}),
             ],
         },
     ],
@@ -80,18 +74,14 @@ REQUEST = {
 def snake(value):
     """Return a request with the names of its fields in snake case, and each list of one message as
     the message."""
-    if isinstance(value, list):
-        return (
-            snake(value[0])
-            if len(value) == 1 and isinstance(value[0], dict)
-            else [*map(snake, value)]
-        )
-    if not isinstance(value, dict):
-        return value
-    return {
-        re.sub("[A-Z]", lambda big: f"_{big[0].lower()}", key): snake(inner)
-        for key, inner in value.items()
-    }
+    if isinstance(value, dict):
+        found = {}
+        for key, inner in value.items():
+            found[re.sub("([A-Z])", r"_\1", key).lower()] = snake(inner)
+        return found
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        return snake(value[0])
+    return [*map(snake, value)] if isinstance(value, list) else value
 
 
 SNAKE_REQUEST = {**snake(REQUEST), "tool_config": REQUEST["toolConfig"]}
@@ -120,25 +110,49 @@ CALL = ModelCall(
 
 
 def decode(target=GENERATE, **changes):
-    return routes.GEMINI.decode(parse_object(json.dumps({**REQUEST, **changes}).encode()), target)
+    return decode_body({**REQUEST, **changes}, target)
+
+
+def decode_body(body, target=GENERATE):
+    return routes.GEMINI.decode(parse_object(json.dumps(body).encode()), target)
 
 
 def decode_contents(*contents):
     return decode(contents=list(contents)).messages[1:]
 
 
-OLD, NEW = {"id": "old", "name": "look"}, {"id": "new", "name": "look"}
-
-
-def called(*calls):
-    return {"role": "model", "parts": [{"functionCall": call} for call in calls]}
+def called(*calls, **fields):
+    parts = [{"functionCall": call, **fields} for call in calls]
+    return {"role": "model", "parts": parts}
 
 
 def answered(*responses):
-    return {
-        "role": "user",
-        "parts": [{"functionResponse": {"response": {}, **answer}} for answer in responses],
-    }
+    return {"role": "user", "parts": [answer(**fields) for fields in responses]}
+
+
+def part(**fields):
+    """Return the changes of a request whose one message has one part."""
+    return {"contents": [{"parts": [fields]}]}
+
+
+def generation(**fields):
+    return {"generationConfig": fields}
+
+
+def call_ids(message):
+    return [call["id"] for call in message["tool_calls"]]
+
+
+def answer_ids(messages):
+    return [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+
+
+LOOK = {"name": "look"}
+OLD = {"id": "old", **LOOK}
+NEW = {"id": "new", **LOOK}
+READ = {"name": "read"}
+SIGNED = {"thoughtSignature": sign("call-7")}
+ISSUED = [tool_call_id("call-7", 0), tool_call_id("call-7", 1)]
 
 
 class TestDecode:
@@ -146,9 +160,7 @@ class TestDecode:
         assert decode() == CALL
 
     def test_snake_case_and_lists_of_one_mean_the_same(self):
-        assert (
-            routes.GEMINI.decode(parse_object(json.dumps(SNAKE_REQUEST).encode()), GENERATE) == CALL
-        )
+        assert decode_body(SNAKE_REQUEST) == CALL
 
     def test_the_path_says_model_and_stream(self):
         assert not decode().stream
@@ -159,18 +171,20 @@ class TestDecode:
     @pytest.mark.parametrize("wrapper", ["generateContentRequest", "generate_content_request"])
     def test_count_tokens_takes_contents_or_a_whole_request(self, wrapper):
         target = "/v1beta/models/gemini-x:countTokens"
-        body = json.dumps({wrapper: {"model": "models/gemini-x", **REQUEST}}).encode()
-        assert routes.GEMINI.decode(parse_object(body), target) == decode(target) == CALL
+        body = {wrapper: {"model": "models/gemini-x", **REQUEST}}
+        assert decode_body(body, target) == decode(target) == CALL
 
     @pytest.mark.parametrize(
         ("instruction", "text"),
         [
-            *(
-                (said, ["One.\n\nTwo."])
-                for said in ("One.\n\nTwo.", {"parts": [{"text": "One."}, {"text": "Two."}]})
-            ),
+            ("One.\n\nTwo.", ["One.\n\nTwo."]),
+            ({"parts": [{"text": "One."}, {"text": "Two."}]}, ["One.\n\nTwo."]),
             ({"parts": {"text": "One."}}, ["One."]),
-            *((said, []) for said in (None, "", {}, {"parts": []}, {"parts": [{"text": ""}]})),
+            (None, []),
+            ("", []),
+            ({}, []),
+            ({"parts": []}, []),
+            ({"parts": [{"text": ""}]}, []),
         ],
     )
     def test_the_parts_of_the_system_instruction_are_separate_texts_and_an_empty_one_is_none(
@@ -183,14 +197,13 @@ class TestDecode:
         ("part", "message"),
         [
             ({"text": "Hi.", "thoughtSignature": "c29tZXRoaW5nIGVsc2U="}, {"content": "Hi."}),
-            ({"thoughtSignature": sign("call-7")}, {"content": "", "call_id": "call-7"}),
+            (SIGNED, {"content": "", "call_id": "call-7"}),
         ],
         ids=["not issued here", "alone"],
     )
     def test_a_signature_may_be_anothers_and_a_part_of_its_own(self, part, message):
-        assert decode_contents({"role": "model", "parts": [part]}) == [
-            {"role": "assistant", **message}
-        ]
+        (decoded,) = decode_contents({"role": "model", "parts": [part]})
+        assert decoded == {"role": "assistant", **message}
 
     def test_consecutive_user_contents_are_separate_messages_and_those_of_the_model_one(self):
         roles = [None, "user", "model", "model", "function"]
@@ -200,83 +213,52 @@ class TestDecode:
 
     def test_responses_without_ids_answer_the_calls_of_their_name_in_order(self):
         messages = decode_contents(
-            called({"name": "look"}, {"name": "read"}, {"name": "look"}),
-            answered({"name": "look"}, {"name": "look"}, {"name": "read"}),
-            called({"name": "look"}),
-            answered({"name": "look"}, {"name": "look"}),
+            called(LOOK, READ, LOOK),
+            answered(LOOK, LOOK, READ),
+            called(LOOK),
+            answered(LOOK, LOOK),
         )
-        ids = [
-            [call["id"] for call in m["tool_calls"]] for m in messages if m["role"] == "assistant"
-        ]
-        assert ids == [["call_1", "call_2", "call_3"], ["call_4"]]
-        answers = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
-        assert answers == ["call_1", "call_3", "call_2", "call_4", ""]
+        assert call_ids(messages[0]) == ["call_1", "call_2", "call_3"]
+        assert call_ids(messages[4]) == ["call_4"]
+        assert answer_ids(messages) == ["call_1", "call_3", "call_2", "call_4", ""]
 
     def test_a_signed_turn_without_ids_has_those_that_its_calls_were_issued_with(self):
-        signed = called({"name": "look"}, {"name": "read"}, {"id": "own", "name": "look"})
-        signed["parts"][0]["thoughtSignature"] = sign("call-7")
-        model, *results = decode_contents(
-            signed, answered({"name": "read"}, {"name": "look"}, {"name": "look"})
-        )
-        first, second = tool_call_id("call-7", 0), tool_call_id("call-7", 1)
-        assert [call["id"] for call in model["tool_calls"]] == [first, second, "own"]
-        assert [result["tool_call_id"] for result in results] == [second, first, "own"]
+        signed = called(LOOK, READ, {"id": "own", **LOOK})
+        signed["parts"][0].update(SIGNED)
+        model, *results = decode_contents(signed, answered(READ, LOOK, LOOK))
+        first, second = ISSUED
+        assert call_ids(model) == [first, second, "own"]
+        assert answer_ids(results) == [second, first, "own"]
 
     def test_the_signature_may_be_on_any_part_of_the_turn(self):
-        parts = [
-            {"functionCall": {"name": "look"}},
-            {"text": "", "thoughtSignature": sign("call-7")},
-        ]
+        parts = [{"functionCall": LOOK}, {"text": "", **SIGNED}]
         (model,) = decode_contents({"role": "model", "parts": parts})
-        assert model["tool_calls"][0]["id"] == tool_call_id("call-7", 0)
+        assert call_ids(model) == ISSUED[:1]
 
     @pytest.mark.parametrize("signatures", [0, 1, 2])
     def test_a_turn_in_several_contents_has_the_ids_that_its_calls_were_issued_with(
         self, signatures
     ):
-        pieces = [{"functionCall": {"name": "look"}} for _ in range(2)]
-        for piece in pieces[:signatures]:
-            piece["thoughtSignature"] = sign("call-7")
-        answers = answered({"name": "look"}, {"name": "look"})
-        split = [{"role": "model", "parts": [piece]} for piece in pieces]
-        ids = (
-            [tool_call_id("call-7", 0), tool_call_id("call-7", 1)]
-            if signatures
-            else ["call_1", "call_2"]
-        )
-        for turn in ([{"role": "model", "parts": pieces}], split):
-            model, *results = decode_contents(*turn, answers)
-            assert [call["id"] for call in model["tool_calls"]] == ids
-            assert [result["tool_call_id"] for result in results] == ids
+        whole = called(LOOK, LOOK)
+        for piece in whole["parts"][:signatures]:
+            piece.update(SIGNED)
+        split = [{"role": "model", "parts": [piece]} for piece in whole["parts"]]
+        ids = ISSUED if signatures else ["call_1", "call_2"]
+        for turn in ([whole], split):
+            model, *results = decode_contents(*turn, answered(LOOK, LOOK))
+            assert call_ids(model) == answer_ids(results) == ids
 
-    @pytest.mark.parametrize(
-        ("contents", "ids"),
-        [
-            (
-                (
-                    called(OLD),
-                    {"parts": [{"text": "Never mind."}]},
-                    called(NEW),
-                    answered({"name": "look"}),
-                ),
-                ["new"],
-            ),
-            (
-                (
-                    called(OLD, NEW),
-                    answered(
-                        {"id": "new", "name": "look"}, {"name": "look"}, {"id": "c9", "name": "go"}
-                    ),
-                ),
-                ["new", "old", "c9"],
-            ),
-        ],
-        ids=["a call of an earlier turn that was never answered", "answers with ids first"],
-    )
-    def test_a_response_is_matched_by_its_id_and_else_by_the_turn_before_it(self, contents, ids):
-        messages = decode_contents(*contents)
-        assert [m["tool_call_id"] for m in messages if m["role"] == "tool"] == ids
-        assert messages[-1]["name"] == ("go" if ids[-1] == "c9" else "look")
+    def test_a_response_without_an_id_does_not_answer_a_call_of_an_earlier_turn(self):
+        never_mind = {"parts": [{"text": "Never mind."}]}
+        messages = decode_contents(called(OLD), never_mind, called(NEW), answered(LOOK))
+        assert answer_ids(messages) == ["new"]
+        assert messages[-1]["name"] == "look"
+
+    def test_a_response_is_matched_by_its_id_first(self):
+        unknown = {"id": "c9", "name": "go"}
+        messages = decode_contents(called(OLD, NEW), answered(NEW, LOOK, unknown))
+        assert answer_ids(messages) == ["new", "old", "c9"]
+        assert messages[-1]["name"] == "go"
 
     @pytest.mark.parametrize(
         ("response", "text"),
@@ -290,9 +272,8 @@ class TestDecode:
         ],
     )
     def test_the_model_sees_a_lone_text_or_json(self, response, text):
-        assert (
-            decode_contents(answered({"name": "look", "response": response}))[0]["content"] == text
-        )
+        (message,) = decode_contents(answered({**LOOK, "response": response}))
+        assert message["content"] == text
 
 
 REFUSED = [
@@ -303,23 +284,17 @@ REFUSED = [
     ({"contents": [{"role": "robot"}]}, "'contents[0].role'"),
     ({"contents": [{"role": ["user"]}]}, "'contents[0].role'"),
     ({"contents": [{"parts": "Hi"}]}, "'contents[0].parts'"),
-    ({"contents": [{"parts": [{"text": 1}]}]}, "'contents[0].parts[0].text'"),
+    (part(text=1), "'contents[0].parts[0].text'"),
     ({"contents": [{"parts": [{}, {"inline_data": ""}]}]}, "'contents[0].parts[1].inline_data'"),
-    ({"contents": [{"parts": [{"fileData": []}]}]}, "takes text only"),
+    (part(fileData=[]), "takes text only"),
     ({"contents": [{"role": "model", "parts": [{"executable_code": {}}]}]}, "executable_code"),
-    (
-        {"contents": [{"parts": [{"functionCall": {"name": "a"}}]}]},
-        "'contents[0].parts[0].function_call'",
-    ),
+    (part(functionCall={"name": "a"}), "'contents[0].parts[0].function_call'"),
     (
         {"contents": [{"role": "model", "parts": [{"functionResponse": {}}]}]},
         "'contents[0].parts[0].function_response'",
     ),
     ({"contents": [called({"name": ""})]}, "'contents[0].parts[0].function_call.name'"),
-    (
-        {"contents": [called({"name": "a", "args": "{}"})]},
-        "'contents[0].parts[0].function_call.args'",
-    ),
+    ({"contents": [called({"name": "a", "args": "{}"})]}, "parts[0].function_call.args'"),
     ({"contents": [answered({})]}, "'contents[0].parts[0].function_response.name'"),
     ({"contents": [answered({"name": "a", "response": "x"})]}, "function_response.response'"),
     (
@@ -328,73 +303,49 @@ REFUSED = [
     ),
     ({"systemInstruction": 1}, "'system_instruction'"),
     ({"generationConfig": []}, "'generation_config'"),
-    ({"generationConfig": {"candidateCount": 2}}, "candidate_count"),
-    ({"generationConfig": {"maxOutputTokens": 0}}, "max_output_tokens"),
-    ({"generationConfig": {"stopSequences": [1]}}, "stop_sequences"),
+    (generation(candidateCount=2), "candidate_count"),
+    (generation(maxOutputTokens=0), "max_output_tokens"),
+    (generation(stopSequences=[1]), "stop_sequences"),
     ({"tools": "look"}, "'tools'"),
     ({"tools": ["look"]}, "'tools[0]'"),
     ({"tools": [{"functionDeclarations": [{}]}]}, "'tools[0].function_declarations[0].name'"),
     ({"toolConfig": "AUTO"}, "'tool_config'"),
     ({"cachedContent": "cachedContents/7"}, "'cached_content' is not served here"),
-    (
-        {"generationConfig": {"responseLogprobs": True}},
-        "Logprobs is not enabled for models/gemini-x",
-    ),
-    ({"generationConfig": {"logprobs": 3}}, "Logprobs is not enabled for models/gemini-x"),
-    ({"generationConfig": {"responseModalities": ["TEXT", "AUDIO"]}}, "response_modalities"),
-    ({"generationConfig": {"responseMimeType": "text/html"}}, "response_mime_type"),
-    *(
-        (
-            {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": schema}},
-            "response_schema",
-        )
-        for schema in (None, {}, {"enum": []}, {"enum": [5]}, {"enum": {"a": "b"}})
-    ),
+    (generation(responseLogprobs=True), "Logprobs is not enabled for models/gemini-x"),
+    (generation(logprobs=3), "Logprobs is not enabled for models/gemini-x"),
+    (generation(responseModalities=["TEXT", "AUDIO"]), "response_modalities"),
+    (generation(responseMimeType="text/html"), "response_mime_type"),
 ]
+for schema in (None, {}, {"enum": []}, {"enum": [5]}, {"enum": {"a": "b"}}):
+    asked = generation(responseMimeType="text/x.enum", responseSchema=schema)
+    REFUSED.append((asked, "response_schema"))
 """Changes of the request, and the place or the words of the refusal."""
 ENUM = {"enum": ["yes", "no"]}
-UNSET = {"toolConfig": None, "safetySettings": None}
+JSON = {"responseMimeType": "application/json"}
+AS_ENUM = {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", **ENUM}}
 MEANS = [
     ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "hidden_parts", 1),
-    *(
-        ({"generationConfig": config}, "schema", schema)
-        for config, schema in [
-            ({}, None),
-            ({"responseSchema": {"type": "OBJECT"}}, None),
-            ({"responseMimeType": "text/plain"}, None),
-            ({"responseLogprobs": False, "responseModalities": ["TEXT"]}, None),
-            ({"responseMimeType": "application/json"}, {}),
-            (
-                {"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT"}},
-                {"type": "object"},
-            ),
-            (
-                {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", **ENUM}},
-                {"type": "string", **ENUM},
-            ),
-            (
-                {"response_mime_type": "application/json", "responseJsonSchema": {"type": "null"}},
-                {"type": "null"},
-            ),
-        ]
+    (generation(), "schema", None),
+    (generation(responseSchema={"type": "OBJECT"}), "schema", None),
+    (generation(responseMimeType="text/plain"), "schema", None),
+    (generation(responseLogprobs=False, responseModalities=["TEXT"]), "schema", None),
+    (generation(**JSON), "schema", {}),
+    (generation(**JSON, responseSchema={"type": "OBJECT"}), "schema", {"type": "object"}),
+    (generation(**AS_ENUM), "schema", {"type": "string", **ENUM}),
+    (
+        generation(response_mime_type="application/json", responseJsonSchema={"type": "null"}),
+        "schema",
+        {"type": "null"},
     ),
-    *(
-        ({"generationConfig": {key: config}}, "reasoning", share)
-        for key, config, share in [
-            ("thinkingConfig", None, "signed"),
-            ("thinkingConfig", {"thinkingBudget": 1}, "signed"),
-            ("thinkingConfig", {"includeThoughts": True}, "shown"),
-            ("thinking_config", {"include_thoughts": True}, "shown"),
-        ]
-    ),
+    (generation(thinkingConfig=None), "reasoning", "signed"),
+    (generation(thinkingConfig={"thinkingBudget": 1}), "reasoning", "signed"),
+    (generation(thinkingConfig={"includeThoughts": True}), "reasoning", "shown"),
+    (generation(thinking_config={"include_thoughts": True}), "reasoning", "shown"),
     (
         {
-            "generationConfig": {
-                "topK": 64,
-                "thinkingConfig": {"includeThoughts": True},
-                "seed": None,
-            },
-            **UNSET,
+            **generation(topK=64, thinkingConfig={"includeThoughts": True}, seed=None),
+            "toolConfig": None,
+            "safetySettings": None,
         },
         "requested_sampling",
         {"topK": 64, "thinkingConfig": {"includeThoughts": True}},
@@ -410,9 +361,7 @@ def test_what_the_sdk_sends_is_understood():
     look = types.FunctionDeclaration(name="look", description="Looks.", parameters=schema)
     call = types.Part(
         function_call=types.FunctionCall(id="c1", name="look", args={"at": "é"}),
-        thought_signature=types.Part.model_validate(
-            {"thoughtSignature": sign("call-7")}
-        ).thought_signature,
+        thought_signature=types.Part.model_validate(SIGNED).thought_signature,
     )
     answer = types.Part(
         function_response=types.FunctionResponse(

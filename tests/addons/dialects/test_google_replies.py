@@ -5,7 +5,7 @@ import pytest
 
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ToolCall, Usage, sign
-from tests.addons.dialects.apis import ARRAY, GEMINI, chunks_of, streamed
+from tests.addons.dialects.apis import ARRAY, GEMINI, chunks_of
 from tests.addons.dialects.test_google import CALL, GENERATE, STREAM
 
 SIGNED = {"thoughtSignature": sign("call-9")}
@@ -13,20 +13,13 @@ SIGNED = {"thoughtSignature": sign("call-9")}
 
 def encoded(reply):
     context = ReplyContext("call-9", 1_700_000_000, GENERATE, replace(CALL, reasoning="shown"))
-    return json.loads(
-        routes.GEMINI.encode_reply(
-            context, reply, Usage(prompt=7, completion=3, cached=2, reasoning=2)
-        )
-    )
+    usage = Usage(prompt=7, completion=3, cached=2, reasoning=2)
+    return json.loads(routes.GEMINI.encode_reply(context, reply, usage))
 
 
 def test_a_reply_is_one_candidate():
-    reply = Reply(
-        "Wait.",
-        "Hm.",
-        [ToolCall("c1", "look", '{"at": "é"}'), ToolCall("c2", "look", "")],
-        "tool_calls",
-    )
+    calls = [ToolCall("c1", "look", '{"at": "é"}'), ToolCall("c2", "look", "")]
+    reply = Reply("Wait.", "Hm.", calls, "tool_calls")
     parts = [
         {"text": "Hm.", "thought": True},
         {"text": "Wait."},
@@ -50,19 +43,6 @@ def test_a_reply_is_one_candidate():
 
 
 @pytest.mark.parametrize(
-    ("reply", "parts"),
-    [
-        (Reply("Hi."), [{"text": "Hi.", **SIGNED}]),
-        (Reply(), [{"text": "", **SIGNED}]),
-        (Reply(reasoning="Hm."), [{"text": "Hm.", "thought": True}, {"text": "", **SIGNED}]),
-    ],
-    ids=["text", "nothing", "reasoning"],
-)
-def test_without_a_call_the_text_carries_the_signature(reply, parts):
-    assert encoded(reply)["candidates"][0]["content"]["parts"] == parts
-
-
-@pytest.mark.parametrize(
     ("status", "name"),
     [
         (400, "INVALID_ARGUMENT"),
@@ -83,20 +63,6 @@ def test_an_error_has_the_name_of_its_status(status, name):
 
 
 either = pytest.mark.parametrize("api", [GEMINI, ARRAY], ids=["events", "array"])
-
-
-@either
-def test_the_last_chunk_has_calls_finish_reason_and_usage(api):
-    reply = Reply("Wait.", tool_calls=[ToolCall("c1", "look", "{}")], finish_reason="tool_calls")
-    text, last = chunks_of(streamed(api, api.context(), reply, piece=9))
-    assert text["candidates"] == [
-        {"content": {"role": "model", "parts": [{"text": "Wait."}]}, "index": 0}
-    ]
-    assert "usageMetadata" not in text
-    (candidate,) = last["candidates"]
-    assert [part["functionCall"]["id"] for part in candidate["content"]["parts"]] == ["c1"]
-    assert candidate["finishReason"] == "STOP"
-    assert last["usageMetadata"]["totalTokenCount"] == 10
 
 
 def test_a_delta_has_reasoning_before_content():

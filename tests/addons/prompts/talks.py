@@ -167,3 +167,10 @@ def arguments(text):
         return {**reply, "tool_calls": [{**call, "function": function}]}
 
     return change
+
+
+def continued(rendering, prompt_ids, completion_ids, messages, tools=()):
+    """Return the prompt that continues a call, or None. It begins with the call's tokens."""
+    sampled = prompt_ids + completion_ids
+    extension = rendering.extension(prompt_ids, completion_ids, messages, list(tools))
+    return None if extension is None else sampled + extension

@@ -29,13 +29,16 @@ from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.probes import TOOLS, TURNS
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import ReplyParser, read_text
-from tests.addons.prompts import continuing
+from tests.addons.conftest import MARKUP
+from tests.addons.harness import user
+from tests.addons.prompts.talks import continued as continue_call
 from tests.deep import examples
 
 TRL = find_spec("trl")
 if TRL is None or TRL.origin is None:
     pytest.skip("TRL is not installed: its chat templates are the cases", allow_module_level=True)
 ROOT = Path(__file__).resolve().parents[3]
+QWEN = ROOT / "tests/models/qwen3-4b"
 TEMPLATES = Path(TRL.origin).parent / "chat_templates"
 WITH_TOOLS = sorted(
     path.stem
@@ -44,41 +47,31 @@ WITH_TOOLS = sorted(
 )
 WITHOUT_CALLS = {"lfm2"}
 """Templates that write no tool calls, so that nothing says how the model does."""
-VARIANTS = {
-    "as it is": lambda text: text,
-    "with a comment": lambda text: "{#- Copied by a mirror. #}" + text,
-    "with another sentence": lambda text: re.sub(
-        r"(?<=[a-z]) (you|the|these) (?=[a-z])", r" all \1 ", text
-    ),
-}
 END_OF_TEXT = "<|endoftext|>"
 ENDS = re.compile(r"<\|im_end\|>|<\|eot_id\|>|<turn\|>|<\|eot\|>|<\|return\|>|<\|user\|>")
 _SPECIAL = re.compile(r"<\|[a-z_]+\|?>|<[a-z_]+\|>")
-MARKUP = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-]
 ACROSS = [".\n\n", ">\n"]
 """Tokens across the borders of what templates write."""
 
 
 def variants(stem):
     """Return the template's text in each variant."""
+    text = (TEMPLATES / f"{stem}.jinja").read_text()
     found = {
-        name: change((TEMPLATES / f"{stem}.jinja").read_text()) for name, change in VARIANTS.items()
+        "as it is": text,
+        "with a comment": "{#- Copied by a mirror. #}" + text,
+        "with another sentence": re.sub(r"(?<=[a-z]) (you|the|these) (?=[a-z])", r" all \1 ", text),
     }
     training = TEMPLATES / f"{stem}_training.jinja"
-    return found | ({"for training": training.read_text()} if training.is_file() else {})
+    if training.is_file():
+        found["for training"] = training.read_text()
+    return found
 
 
 @cache
 def tokens():
     """Return the quickstart's tokenizer with tokens across borders, as JSON."""
-    backend = Tokenizer.from_file(str(ROOT / "tests/models/qwen3-4b/tokenizer.json"))
+    backend = Tokenizer.from_file(str(QWEN / "tokenizer.json"))
     backend.add_tokens([AddedToken(text, normalized=False) for text in ACROSS])
     return backend.to_str()
 
@@ -111,45 +104,42 @@ class Found:
 
     @property
     def works(self):
-        return (
-            all(found in ("yes", "-") for found in self.turns.values())
-            and self.turns["one call"] == "yes"
-        )
+        return {*self.turns.values()} <= {"yes", "-"} and self.turns["one call"] == "yes"
 
 
 def examine(rendering):
     """Return how a rendering reads, streams and continues the turns that the model's template
     writes."""
-    written = written_turns(rendering._write)
-    turns = {
-        name: one(rendering, name, *written[name]) if name in written else "-" for name in TURNS
-    }
+    turns = dict.fromkeys(TURNS, "-")
+    for name, (prompt_end, text) in written_turns(rendering._write).items():
+        if name in rendering.read_turns():  # the others were written in part
+            turns[name] = one(rendering, TURNS[name], prompt_end, text)
     return Found(rendering.name, rendering.family.name, turns)
 
 
-def one(rendering, name, prompt_end, text):
-    turn = TURNS[name]
-    calls = [
-        (call["function"]["name"], call["function"]["arguments"])
-        for call in turn.get("tool_calls", [])
-    ]
+def functions(message):
+    """Return the names and arguments of the tool calls of a message."""
+    found = []
+    for call in message.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = as_object(arguments)
+        found.append((call["function"]["name"], arguments))
+    return found
+
+
+def one(rendering, turn, prompt_end, text):
+    calls = functions(turn)
     reasoning = turn.get("reasoning_content", "")
-    if not all(part in text for part in (turn["content"], reasoning, *(call[0] for call in calls))):
-        return "-"
     ids = sampled(rendering, text, NEXT[bool(calls)])
     prompt = rendering.tokenizer.encode(prompt_end)
-    model_call = ModelCall(model="m", messages=[{"role": "user", "content": "Look."}], tools=TOOLS)
     reply = rendering.read(prompt, ids, TOOLS)[0]
-    message = reply.to_message()
-    got = [
-        (call["function"]["name"], as_object(call["function"]["arguments"]))
-        for call in message.get("tool_calls", [])
-    ]
+    got = functions(reply.to_message())
     if got != calls:
         return f"reads the calls {got}"
     if (reply.reasoning, reply.content) != (reasoning, turn["content"]):
         return f"reads {reply.reasoning!r} and {reply.content!r}"
-    growing = rendering.sampled_reply(prompt, model_call)
+    growing = rendering.sampled_reply(prompt, ModelCall("m", [user("Look.")], TOOLS))
     new = [growing.feed([token_id]) for token_id in ids]
     whole, rest = growing.finish()
     streamed = ["".join(texts) for texts in zip(*new, rest, strict=True)]
@@ -158,22 +148,18 @@ def one(rendering, name, prompt_end, text):
     up_to = rendering.tokenizer.decode(ids[: growing.reasoning_tokens])
     if not up_to.rstrip().endswith(reasoning):
         return f"counts the tokens of {up_to!r} as reasoning"
-    results = [
-        {"role": "tool", "content": "Seen.", "tool_call_id": call["id"]}
-        for call in turn.get("tool_calls", [])
-    ]
-    new = name_results([turn, *(results or [{"role": "user", "content": "Go on."}])])[1:]
-    continued = continuing.continued(rendering, prompt, ids, new, TOOLS)
+    results = []
+    for call in turn.get("tool_calls", []):
+        results.append({"role": "tool", "content": "Seen.", "tool_call_id": call["id"]})
+    conversation = name_results([user("Look."), turn, *(results or [user("Go on.")])])
+    continued = continue_call(rendering, prompt, ids, conversation[2:], TOOLS)
     if continued is None:
         return f"is not continued: {rendering.refusal}"
     whole_text = rendering.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Look."}, turn, *new],
-        tools=TOOLS,
-        add_generation_prompt=True,
-        tokenize=False,
+        conversation, tools=TOOLS, add_generation_prompt=True, tokenize=False
     )
     extension = rendering.tokenizer.decode(continued[len(prompt) + len(ids) :])
-    if continued[: len(prompt) + len(ids)] != prompt + ids or not whole_text.endswith(extension):
+    if not whole_text.endswith(extension):
         return f"continues with {extension!r}"
     return "yes"
 
@@ -184,9 +170,11 @@ NEXT = {True: "<|observation|>", False: "<|user|>"}
 
 def sampled(rendering, text, following):
     """Return the ids of a turn up to the token that ends it, as a model would sample them."""
-    ids, stops = rendering.tokenizer.encode(text), rendering.stop_token_ids
-    end = next((n for n, token in enumerate(ids) if token in stops), None)
-    return ids + rendering.tokenizer.encode(following) if end is None else ids[: end + 1]
+    ids = rendering.tokenizer.encode(text)
+    for index, token_id in enumerate(ids):
+        if token_id in rendering.stop_token_ids:
+            return ids[: index + 1]
+    return ids + rendering.tokenizer.encode(following)
 
 
 HERMES, XML = families()["hermes"], families()["qwen-xml"]
@@ -267,9 +255,8 @@ class TestRead:
     )
     def test_plain_arguments_get_the_types_of_their_schema(self, schema, text, value):
         tools = [function_tool("look", "", {"type": "object", "properties": {"string": schema}})]
-        assert called(read_text(XML, "", XML_CALL.format(text), tools)) == [
-            ("look", {"string": value})
-        ]
+        reply = read_text(XML, "", XML_CALL.format(text), tools)
+        assert called(reply) == [("look", {"string": value})]
 
     @pytest.mark.parametrize(
         ("body", "arguments"),
@@ -301,11 +288,8 @@ class TestRead:
     )
     def test_what_only_looks_like_a_part_of_a_reply_is_text(self, name, text, content):
         reply = read_text(families()[name], "", text, TOOLS)
-        assert (reply.content, reply.reasoning, reply.tool_calls) == (
-            text if content is None else content,
-            "",
-            [],
-        )
+        assert reply.content == (text if content is None else content)
+        assert (reply.reasoning, reply.tool_calls) == ("", [])
 
     @pytest.mark.parametrize(
         ("prompt_end", "text"),
@@ -322,9 +306,8 @@ class TestRead:
 
     def test_a_llama_call_may_begin_with_its_type(self):
         text = '{"type": "function", "name": "look", "parameters": {"string": "x"}}<|eot_id|>'
-        assert called(read_text(families()["llama"], "", text, TOOLS)) == [
-            ("look", {"string": "x"})
-        ]
+        reply = read_text(families()["llama"], "", text, TOOLS)
+        assert called(reply) == [("look", {"string": "x"})]
 
     @pytest.mark.parametrize(
         ("call", "calls"),
@@ -368,20 +351,14 @@ def test_whatever_is_sampled_is_read_alike_in_every_split(pieces, data):
         parser = ReplyParser(family, "", ModelCall("m", [], TOOLS))
         new = [parser.feed(text[begin:end]) for begin, end in pairwise([0, *cuts, len(text)])]
         reply, rest = parser.finish()
-        assert (reply.reasoning, reply.content, called(reply)) == (
-            whole.reasoning,
-            whole.content,
-            called(whole),
-        )
-        assert ["".join(texts) for texts in zip(*new, rest, strict=True)] == [
-            reply.reasoning,
-            reply.content,
-        ]
+        assert called(reply) == called(whole)
+        sent = ["".join(texts) for texts in zip(*new, rest, strict=True)]
+        assert sent == [reply.reasoning, reply.content] == [whole.reasoning, whole.content]
 
 
 def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
     """Of Hermes models on other bases: the tags of calls are spelled by ordinary tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
+    tokenizer = AutoTokenizer.from_pretrained(QWEN)
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend["added_tokens"] = [
         each for each in backend["added_tokens"] if "tool" not in each["content"]
@@ -423,7 +400,7 @@ class TestChoice:
         assert save(tmp_path, variants("qwen3")["as it is"]).notes == []
 
     def test_a_tokenizers_own_response_template_comes_first(self, tmp_path):
-        tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
+        tokenizer = AutoTokenizer.from_pretrained(QWEN)
         tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
         tokenizer.response_template = {
             "start_anchor": "<|im_start|>assistant\n",
@@ -446,16 +423,10 @@ class TestChoice:
         "own", [{}, {"fields": {}}, "x", {"fields": {"tool_calls": {}}, "start_anchor": "x"}]
     )
     def test_an_own_response_template_that_is_none_is_passed_over(self, own):
-        tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
+        tokenizer = AutoTokenizer.from_pretrained(QWEN)
         tokenizer.response_template = own
-        assert (
-            find_family(
-                tokenizer,
-                written_turns(Rendering(str(ROOT / "tests/models/qwen3-4b"))._write),
-                "auto",
-            ).name
-            == "hermes"
-        )
+        written = written_turns(Rendering(str(QWEN))._write)
+        assert find_family(tokenizer, written, "auto").name == "hermes"
 
     def test_a_family_can_be_named_for_a_template_that_writes_no_calls(self, tmp_path):
         save(tmp_path, (TEMPLATES / "lfm2.jinja").read_text())
@@ -467,10 +438,8 @@ class TestChoice:
         assert [call.name for call in rendering.read([], ids, TOOLS)[0].tool_calls] == ["look"]
 
     def test_an_unknown_one_is_refused_with_all_names(self):
-        with pytest.raises(
-            InputError, match=r"no tool parser 'hermès': choose auto, hermes, qwen-xml, glm"
-        ):
-            Rendering(str(ROOT / "tests/models/qwen3-4b"), tool_parser="hermès")
+        with pytest.raises(InputError, match=r"'hermès': choose auto, hermes, qwen-xml, glm"):
+            Rendering(str(QWEN), tool_parser="hermès")
 
 
 def test_the_tests_qwen35_has_the_template_of_its_family():

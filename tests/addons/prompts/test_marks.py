@@ -47,25 +47,45 @@ CALLS = {
 }
 """Family -> the mark that opens a call, text in which a policy may loop in it, and the mark that
 closes it."""
-LOOPS = {
-    "calls that open": lambda opening, inside, closing, size: opening * (size // len(opening)),
-    "calls that end": lambda opening, inside, closing, size: (
-        (opening + inside + closing) * (size // 64)
-    ),
-    "a call that does not end": lambda opening, inside, closing, size: (
-        opening + inside * (size // len(inside))
-    ),
-    "a long call": lambda opening, inside, closing, size: (
-        opening + inside * (size // len(inside)) + closing
-    ),
-    "a long call of lines": lambda opening, inside, closing, size: (
-        opening + (inside + "\n") * (size // 64) + closing
-    ),
-    "white space": lambda opening, inside, closing, size: (
-        opening + "\n" * size + closing + "\n" * size
-    ),
-    "words": lambda opening, inside, closing, size: opening[:-1] + "x" * size + " <" * size,
-}
+
+
+def calls_that_open(opening, inside, closing, size):
+    return opening * (size // len(opening))
+
+
+def calls_that_end(opening, inside, closing, size):
+    return (opening + inside + closing) * (size // 64)
+
+
+def a_call_that_does_not_end(opening, inside, closing, size):
+    return opening + inside * (size // len(inside))
+
+
+def a_long_call(opening, inside, closing, size):
+    return opening + inside * (size // len(inside)) + closing
+
+
+def a_long_call_of_lines(opening, inside, closing, size):
+    return opening + (inside + "\n") * (size // 64) + closing
+
+
+def white_space(opening, inside, closing, size):
+    return opening + "\n" * size + closing + "\n" * size
+
+
+def words(opening, inside, closing, size):
+    return opening[:-1] + "x" * size + " <" * size
+
+
+LOOPS = [
+    calls_that_open,
+    calls_that_end,
+    a_call_that_does_not_end,
+    a_long_call,
+    a_long_call_of_lines,
+    white_space,
+    words,
+]
 
 
 OWN = {
@@ -144,7 +164,7 @@ def test_each_family_has_its_loops():
 @pytest.mark.parametrize("name", CALLS)
 def test_four_times_the_text_is_looked_at_about_four_times(counted, name, loop):
     """Quadratic work would be sixteen times as much."""
-    small, large = (LOOPS[loop](*CALLS[name], size) for size in (10_000, 40_000))
+    small, large = (loop(*CALLS[name], size) for size in (10_000, 40_000))
     for piece in (32, len(large)):
         assert counted(name, large, piece) < 6 * counted(name, small, piece)
 

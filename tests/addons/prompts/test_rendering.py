@@ -1,21 +1,23 @@
 import json
 import socket
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import message_tool_call
 from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.prompts.rendering import InputError, Rendering
 from rolltap.addons.prompts.tokenizer import CachingTokenizer, resolve_model
-from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
-from tests.addons.prompts.continuing import continued
+from tests.addons.conftest import TEMPLATE
+from tests.addons.harness import user
+from tests.addons.prompts.talks import continued, said
 from tests.deep import examples
 
-USER = {"role": "user", "content": "Hello"}
+USER = user()
 
 
 class TestChoice:
@@ -25,16 +27,14 @@ class TestChoice:
         assert rendering.name == Rendering(str(tokenizer_folder), "qwen3").name == "qwen3"
 
     def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path, save_tokenizer):
-        template = (
-            "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor"
-            " %}assistant:"
+        turns = (
+            "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         )
-        rendering = Rendering(save_tokenizer(tmp_path, template))
+        rendering = Rendering(save_tokenizer(tmp_path, turns + "assistant:"))
         assert rendering.name == "default"
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         ids = rendering.render([USER], [])
-        assert tokenizer.decode(ids) == "user: Hello\nassistant:"
-        assert continued(rendering, ids, tokenizer.encode(" Hi"), [USER], []) is None
+        assert rendering.tokenizer.decode(ids) == "user: Hello\nassistant:"
+        assert continued(rendering, ids, rendering.tokenizer.encode(" Hi"), [USER]) is None
 
     @pytest.mark.parametrize("renderer", ["qwen4", "gpt-oss"], ids=["unknown", "of another family"])
     def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer):
@@ -42,19 +42,14 @@ class TestChoice:
             Rendering(str(tokenizer_folder), renderer)
 
     def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
-        with pytest.raises(
-            InputError, match=r"is no model: it has no tokenizer, such as tokenizer\.json"
-        ):
+        with pytest.raises(InputError, match=r"it has no tokenizer, such as tokenizer\.json"):
             Rendering(str(tmp_path))
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(InputError, match="cannot load a tokenizer from"):
             Rendering(str(tmp_path))
 
     def test_a_name_that_is_no_folder_and_not_on_the_hub_is_refused(self):
-        with pytest.raises(
-            InputError,
-            match="there is no folder a b/c, and it is no name of a model on the Hugging",
-        ):
+        with pytest.raises(InputError, match="there is no folder a b/c, and it is no name"):
             Rendering("a b/c")
 
     def test_a_hub_that_does_not_answer_is_waited_for_once(self, monkeypatch):
@@ -62,10 +57,7 @@ class TestChoice:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{port}")
-            with pytest.raises(
-                InputError,
-                match=r"no folder models/none, and the Hugging Face Hub does not answer \(",
-            ):
+            with pytest.raises(InputError, match="the Hugging Face Hub does not answer"):
                 Rendering("models/none")
             silent.accept()[0].close()
             silent.setblocking(False)
@@ -74,18 +66,13 @@ class TestChoice:
 
     def test_a_model_without_a_chat_template_is_refused(self, tmp_path, save_tokenizer):
         model = save_tokenizer(tmp_path, None)
-        with pytest.raises(
-            InputError,
-            match="has no chat template, so no conversation can be written as its prompt",
-        ):
+        with pytest.raises(InputError, match="has no chat template"):
             Rendering(model)
 
     def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path, save_tokenizer):
         other = Rendering(save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}"), "qwen3")
-        same = {
-            name for name in rendering.digests if other.digests[name] == rendering.digests[name]
-        }
-        assert same == {"tokenizer_sha256"}
+        same = rendering.digests.items() & other.digests.items()
+        assert [name for name, _ in same] == ["tokenizer_sha256"]
 
 
 def test_a_folder_becomes_absolute_and_a_name_stays(tmp_path, monkeypatch):
@@ -109,35 +96,31 @@ class TestSystemMessages:
     CONVERSATION = (
         {"role": "system", "content": "Be brief."},
         {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hi."},
+        USER,
+        said("Hi."),
         {"role": "system", "content": "It is late."},
     )
 
-    def test_a_template_that_takes_them_anywhere_gets_them_there(self, rendering, encode):
-        text = "<|im_start|>system\nIt is late.<|im_end|>"
-        assert contains(rendering.render(list(self.CONVERSATION), []), encode(text))
+    def written(self, rendering):
+        return rendering.tokenizer.decode(rendering.render(list(self.CONVERSATION), []))
+
+    def test_a_template_that_takes_them_anywhere_gets_them_there(self, rendering):
+        assert "<|im_start|>system\nIt is late.<|im_end|>" in self.written(rendering)
 
     def test_a_template_that_takes_only_the_first_gets_joined_leading_ones_and_later_ones_as_users(
-        self, tmp_path, encode, save_tokenizer
+        self, tmp_path, save_tokenizer
     ):
         assert TEMPLATE.read_text() != STRICT
-        rendering = Rendering(save_tokenizer(tmp_path, STRICT), "default")
-        ids = rendering.render(list(self.CONVERSATION), [])
-        assert contains(ids, encode("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>"))
-        assert contains(ids, encode("<|im_start|>user\nIt is late.<|im_end|>"))
+        text = self.written(Rendering(save_tokenizer(tmp_path, STRICT), "default"))
+        assert "<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>" in text
+        assert "<|im_start|>user\nIt is late.<|im_end|>" in text
 
     def test_the_call_id_is_not_rendered(self, rendering):
-        reply = {"role": "assistant", "content": "Hi."}
-        assert rendering.render([USER, {**reply, "call_id": "c"}], []) == rendering.render(
-            [USER, reply], []
-        )
+        whole = rendering.render([USER, said("Hi.")], [])
+        assert rendering.render([USER, {**said("Hi."), "call_id": "c"}], []) == whole
 
 
-def contains(ids, part):
-    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
-
-
+LONG = "Hello " * 1_400_000
 LONG_CALL = {"function": {"name": "f", "arguments": {"a": "Hi " * 10**6}}}
 
 
@@ -154,38 +137,33 @@ class TestLeastTokens:
     )
     @examples(30)
     def test_it_is_a_lower_bound(self, rendering, texts, limit):
-        messages = [{"role": "user", "content": text} for text in texts]
+        messages = [user(text) for text in texts]
         assert rendering.least_tokens(messages, [], limit) <= len(rendering.render(messages, []))
 
     @pytest.mark.parametrize(
         ("messages", "tools"),
         [
-            ([{"role": "user", "content": "Hello " * 1_400_000}], []),
-            ([{"role": "user", "content": "Hello " * 30}] * 60_000, []),
-            ([{"role": "user", "content": ""}] * 200_000, []),
-            ([{"role": "assistant", "content": "", "reasoning_content": "Hello " * 1_400_000}], []),
-            ([{"role": "assistant", "content": "", "tool_calls": [LONG_CALL]}], []),
+            ([user(LONG)], []),
+            ([user("Hello " * 30)] * 60_000, []),
+            ([user("")] * 200_000, []),
+            ([{**said(""), "reasoning_content": LONG}], []),
+            ([{**said(""), "tool_calls": [LONG_CALL]}], []),
             ([USER], [{"function": {"name": "look", "description": "Looks. " * 10**6}}]),
         ],
         ids=["one message", "many messages", "empty messages", "reasoning", "arguments", "tools"],
     )
-    def test_counting_ends_beyond_the_limit(self, rendering, monkeypatch, messages, tools):
-        counted = []
+    def test_counting_ends_beyond_the_limit(self, rendering, messages, tools):
         count = CachingTokenizer.count
-        monkeypatch.setattr(
-            CachingTokenizer,
-            "count",
-            lambda self, text: (counted.append(text), count(self, text))[1],
-        )
-        assert rendering.least_tokens(messages, tools, 65_536) > 65_536
-        assert sum(map(len, counted)) < 10 * 65_536
+        with mock.patch.object(
+            CachingTokenizer, "count", autospec=True, side_effect=count
+        ) as counted:
+            assert rendering.least_tokens(messages, tools, 65_536) > 65_536
+        lengths = [len(call.args[1]) for call in counted.call_args_list]
+        assert sum(lengths) < 10 * 65_536
 
-    def test_a_prompt_that_may_fit_is_not_counted(self, rendering, monkeypatch):
-        monkeypatch.setattr(CachingTokenizer, "count", None)
-        assert (
-            rendering.least_tokens([{"role": "user", "content": "Hello " * 10_000}], [], 65_536)
-            <= 10_000
-        )
+    def test_a_prompt_that_may_fit_is_not_counted(self, rendering):
+        with mock.patch.object(CachingTokenizer, "count", None):
+            assert rendering.least_tokens([user("Hello " * 10_000)], [], 65_536) <= 10_000
 
 
 class TestBridge:
@@ -193,65 +171,27 @@ class TestBridge:
         "completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"]
     )
     def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):
-        prompt_ids, completion_ids = rendering.render([USER], []), encode(completion)
-        ids = continued(rendering, prompt_ids, completion_ids, [USER], [])
-        assert ids[: len(prompt_ids) + len(completion_ids)] == prompt_ids + completion_ids
+        prompt = rendering.render([USER], [])
+        ids = continued(rendering, prompt, encode(completion), [USER])
         end = encode("Hello<|im_end|>\n<|im_start|>assistant\n")
         assert ids[-len(end) :] == end
 
-    @pytest.mark.parametrize("new", [[USER], [USER, {"role": "assistant", "content": "Hi."}, USER]])
+    @pytest.mark.parametrize("new", [[USER], [USER, said("Hi."), USER]])
     @pytest.mark.parametrize(
         "completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"]
     )
     def test_it_returns_none_when_it_would_change_tokens(self, rendering, encode, completion, new):
-        assert (
-            continued(rendering, rendering.render([USER], []), encode(completion), new, []) is None
-        )
+        prompt = rendering.render([USER], [])
+        assert continued(rendering, prompt, encode(completion), new) is None
 
     def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
-        completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
-        assert (
-            continued(rendering, rendering.render([USER], []), completion_ids, [USER], [])
-            is not None
-        )
-
-
-VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-pieces = st.sampled_from(
-    [*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"]
-)
-
-
-def call(text):
-    return f"<tool_call>\n{text}\n</tool_call>"
+        completion = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
+        assert continued(rendering, rendering.render([USER], []), completion, [USER])
 
 
 class TestParse:
     def parse(self, rendering, encode, text):
-        return rendering.read(rendering.render([USER], []), encode(text), [])[0]
-
-    def test_reasoning_text_and_tool_calls_are_separated(self, rendering, encode):
-        look = call('{"name": "look", "arguments": {"at": "é"}}')
-        reply = self.parse(
-            rendering, encode, f"<think>\nHm.\n</think>\n\nI look.\n{look}<|im_end|>"
-        )
-        assert (reply.reasoning, reply.content) == ("Hm.", "I look.")
-        (made,) = reply.tool_calls
-        assert (made.name, json.loads(made.arguments)) == ("look", {"at": "é"})
-
-    @pytest.mark.parametrize(
-        "inside",
-        [
-            '{"name": "look", "argum',
-            "not JSON",
-            '{"arguments": {}}',
-            '{"name": 5, "arguments": {}}',
-            "[]",
-        ],
-        ids=["cut", "not JSON", "no name", "a number as name", "no object"],
-    )
-    def test_a_malformed_tool_call_is_text(self, rendering, encode, inside):
-        assert self.parse(rendering, encode, call(inside)).content == call(inside)
+        return rendering.read(rendering.render([USER], []), encode(text + "<|im_end|>"), [])[0]
 
     @pytest.mark.parametrize(
         "value",
@@ -259,13 +199,12 @@ class TestParse:
         ids=["an integer of thousands of digits", "brackets without end"],
     )
     def test_json_that_python_refuses_to_parse_is_text(self, rendering, encode, value):
-        text = call(f'{{"name": "look", "arguments": {value}}}')
-        assert self.parse(rendering, encode, text + "<|im_end|>").content == text
+        text = f'<tool_call>\n{{"name": "look", "arguments": {value}}}\n</tool_call>'
+        assert self.parse(rendering, encode, text).content == text
 
     def test_a_lone_surrogate_is_replaced(self, rendering, encode):
-        (made,) = self.parse(
-            rendering, encode, call(r'{"name": "look", "arguments": {"at": "\ud83d"}}')
-        ).tool_calls
+        text = r'<tool_call>{"name": "look", "arguments": {"at": "\ud83d"}}</tool_call>'
+        (made,) = self.parse(rendering, encode, text).tool_calls
         assert made.arguments == '{"at": "\ufffd"}'
 
     def test_a_turn_ends_with_its_stop_token(self, rendering, encode):
@@ -291,10 +230,7 @@ FAMILY_TOKENS = {
 }
 """Renderer -> its special tokens that the test's tokenizer lacks."""
 CALLS = {"c1": "look", "c2": "listen"}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-    for name in CALLS.values()
-]
+TOOLS = [function_tool(name, "", {"type": "object"}) for name in CALLS.values()]
 
 
 @pytest.mark.parametrize("renderer", FAMILY_TOKENS)
@@ -302,20 +238,18 @@ def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(
     renderer, tmp_path, save_tokenizer
 ):
     made = [message_tool_call(i, name, "{}") for i, name in CALLS.items()]
-    results = [
-        {"role": "tool", "tool_call_id": i, "content": f"{CALLS[i]}ed"} for i in ("c2", "c1")
-    ]
-    asked = [
-        {"role": "user", "content": "Look."},
-        {"role": "assistant", "content": None, "tool_calls": made},
-    ]
+    asked = [user("Look."), {"role": "assistant", "content": None, "tool_calls": made}]
+    results = []
+    for call_id in ("c2", "c1"):
+        results.append({"role": "tool", "tool_call_id": call_id, "content": f"{CALLS[call_id]}ed"})
     body = {"messages": [*asked, *results], "tools": TOOLS}
     call = routes.CHAT.decode(parse_object(json.dumps(body).encode()), "/v1/chat/completions")
     rendering = Rendering(save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer].split()), renderer)
     prompt = rendering.render(call.messages[:1], call.tools)
     whole = rendering.render(call.messages, call.tools)
-    stops = set(rendering.stop_token_ids)
-    end = next(i for i in range(len(prompt), len(whole)) if whole[i] in stops)
-    completion = whole[len(prompt) : end + 1]
     assert whole[: len(prompt)] == prompt
+    end = len(prompt)
+    while whole[end] not in rendering.stop_token_ids:
+        end += 1
+    completion = whole[len(prompt) : end + 1]
     assert continued(rendering, prompt, completion, call.messages[2:], call.tools) == whole

@@ -37,7 +37,13 @@ PLAIN = [
     "\ufffd",
 ]
 texts = st.lists(st.sampled_from(PLAIN) | st.text(max_size=5), max_size=12).map("".join)
-words = texts.map(lambda text: text.replace("\ufffd", "").strip())
+
+
+def stripped(text):
+    return text.replace("\ufffd", "").strip()
+
+
+words = texts.map(stripped)
 QUOTED = re.compile(
     r'"(<[^"\s{}%]{1,60}>|\[[^"\s{}%,]{1,30}[\]\[]|\][^"\s{}]{1,20}[\[\]]|〈[^"\s]{1,9}〉|\uff5c[A-Z]+\uff5c)'
 )
@@ -47,17 +53,18 @@ QUOTED = re.compile(
 @cache
 def special_tokens():
     """Return the special tokens that the renderers of `renderers` name."""
-    sources = [path.read_text() for path in Path(find_spec("renderers").origin).parent.glob("*.py")]
-    source = (
-        "".join(sources)
-        .replace("{_HYTK}", ":opensource")
-        .replace("\\uff5c", "\uff5c")
-        .replace("\\u2581", "\u2581")
-    )
-    outputs = [
-        f"<\uff5ctool\u2581output{name}\uff5c>"
-        for name in ("s\u2581begin", "s\u2581end", "\u2581begin", "\u2581end")
-    ]
+    source = ""
+    for path in Path(find_spec("renderers").origin).parent.glob("*.py"):
+        source += path.read_text()
+    for written, meant in {
+        "{_HYTK}": ":opensource",
+        "\\uff5c": "\uff5c",
+        "\\u2581": "\u2581",
+    }.items():
+        source = source.replace(written, meant)
+    outputs = []
+    for name in ("s\u2581begin", "s\u2581end", "\u2581begin", "\u2581end"):
+        outputs.append(f"<\uff5ctool\u2581output{name}\uff5c>")
     return sorted({*QUOTED.findall(source), *outputs, "]<]video[>["})
 
 
@@ -94,18 +101,23 @@ def stream(rendering, ids, cuts, **fields):
     growing = rendering.sampled_reply([], ModelCall("m", [], [], **fields))
     new = [growing.feed(ids[begin:end]) for begin, end in pairwise([0, *cuts, len(ids)])]
     reply, rest = growing.finish()
-    new.append(rest)
-    begun = next((i for i, (_, content) in enumerate(new) if content), len(new))
-    assert not any(reasoning for reasoning, _ in new[begun + 1 :]), "reasoning after content"
-    return *("".join(sent) for sent in zip(*new, strict=True)), reply
+    sent_reasoning = ""
+    sent_content = ""
+    for reasoning, content in [*new, rest]:
+        assert not (reasoning and sent_content), "reasoning after content"
+        sent_reasoning += reasoning
+        sent_content += content
+    return sent_reasoning, sent_content, reply
+
+
+def token_by_token(rendering, ids, **fields):
+    return stream(rendering, ids, range(len(ids)), **fields)
 
 
 def cuts_of(data, ids):
-    return (
-        sorted(data.draw(st.sets(st.integers(0, len(ids)))))
-        if data.draw(st.booleans())
-        else range(len(ids) + 1)
-    )
+    if data.draw(st.booleans()):
+        return sorted(data.draw(st.sets(st.integers(0, len(ids)))))
+    return range(len(ids) + 1)
 
 
 @given(st.data(), words, words, st.booleans(), st.integers(0, 2))
@@ -115,12 +127,8 @@ def test_a_well_formed_completion_is_sent_as_a_whole(
 ):
     opening = f"<think>\n{reasoning}\n</think>\n\n" if thinks else ""
     ids = encode(opening + content + CALL_TEXT * calls + "<|im_end|>")
-    sent_reasoning, sent_content, reply = stream(rendering, ids, cuts_of(data, ids))
-    assert (
-        (sent_reasoning, sent_content)
-        == (reply.reasoning, reply.content)
-        == (reasoning * thinks, content)
-    )
+    *sent, reply = stream(rendering, ids, cuts_of(data, ids))
+    assert sent == [reply.reasoning, reply.content] == [reasoning * thinks, content]
     assert [call.name for call in reply.tool_calls] == ["look"] * calls
     assert is_sampled(reply.to_message(), rendering.read([], ids, [])[0])
 
@@ -145,14 +153,14 @@ def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply_in_every_split(oth
     for piece in data.draw(st.lists(pieces, max_size=25)):
         ids += [piece] if isinstance(piece, int) else other.tokenizer.encode(piece)
     whole, num_reasoning = other.read([], ids, [])
-    reasoning, content, reply = stream(other, ids, cuts_of(data, ids))
-    assert (
-        (reasoning, content) == (reply.reasoning, reply.content) == (whole.reasoning, whole.content)
-    )
-    assert [call.arguments for call in reply.tool_calls] == [
-        call.arguments for call in whole.tool_calls
-    ]
+    *sent, reply = stream(other, ids, cuts_of(data, ids))
+    assert sent == [reply.reasoning, reply.content] == [whole.reasoning, whole.content]
+    assert reply.tool_calls == whole.tool_calls
     assert num_reasoning <= len(ids)
+
+
+def parser_of(family):
+    return ReplyParser(families()[family], "", ModelCall("m", [], []))
 
 
 class TestHeldBack:
@@ -170,10 +178,7 @@ class TestHeldBack:
         ],
     )
     def test_a_suffix_that_the_next_token_may_change(self, text, certain):
-        assert ReplyParser(families()["hermes"], "", ModelCall("m", [], [])).feed(text) == (
-            "",
-            certain,
-        )
+        assert parser_of("hermes").feed(text) == ("", certain)
 
     def test_a_character_whose_bytes_are_incomplete(self, rendering, encode):
         ids = encode("caf😀")
@@ -198,10 +203,8 @@ class TestHeldBack:
     def test_plain_text_is_sent_as_it_arrives(self, rendering, encode):
         growing = rendering.sampled_reply([], ModelCall("m", [], []))
         for token_id in encode("Hello there"):
-            assert (
-                "".join(growing.feed([token_id])).strip()
-                or rendering.tokenizer.decode([token_id]).isspace()
-            )
+            sent = "".join(growing.feed([token_id]))
+            assert sent.strip() or rendering.tokenizer.decode([token_id]).isspace()
 
 
 class TestStopTexts:
@@ -220,12 +223,8 @@ class TestStopTexts:
         self, rendering, encode, text, stops, reasoning, content, stop
     ):
         reply, _ = rendering.read([], encode(text), [], stops)
-        assert (reply.reasoning, reply.content, reply.stop, reply.tool_calls) == (
-            reasoning,
-            content,
-            stop,
-            [],
-        )
+        assert (reply.reasoning, reply.content, reply.stop) == (reasoning, content, stop)
+        assert reply.tool_calls == []
 
     @given(
         st.data(),
@@ -242,21 +241,21 @@ class TestStopTexts:
             assert not any(stop in text for stop in stops)
 
 
+OBJECT = {"type": "object"}
+
+
 class TestStructuredOutput:
     """The template, or the model, may open the reasoning before the JSON."""
 
     @pytest.mark.parametrize("text", ['{"a": "' + "é" * 300, "[1, 2]", "42", '"text"'])
     def test_it_is_content(self, rendering, encode, text):
-        ids = encode("<think>" + text)
-        reasoning, content, reply = stream(
-            rendering, ids, range(len(ids)), schema={"type": "object"}
-        )
-        assert (reasoning, content, reply.content) == ("", text, text)
+        *sent, reply = token_by_token(rendering, encode("<think>" + text), schema=OBJECT)
+        assert [*sent, reply.content] == ["", text, text]
 
     def test_a_model_that_was_not_held_to_it_reasons_before_it(self, rendering, encode):
         ids = encode('<think>\nI make [1].\n</think>\n\n{"a": 1}<|im_end|>')
-        sent = stream(rendering, ids, range(len(ids)), schema={"type": "object"})
-        assert sent[:2] == ("I make [1].", '{"a": 1}')
+        *sent, _ = token_by_token(rendering, ids, schema=OBJECT)
+        assert sent == ["I make [1].", '{"a": 1}']
 
 
 class TestUnread:
@@ -279,10 +278,9 @@ class TestUnread:
 
     def test_calls_that_may_not_be_made_are_lines_of_the_text(self, rendering, encode):
         ids = encode("So." + CALL_TEXT + "<|im_end|>")
-        _, content, reply = stream(rendering, ids, range(len(ids)), may_call=False)
-        assert (
-            content == reply.content == 'So.\n{"name": "look", "arguments": "{\\"at\\": \\"é\\"}"}'
-        )
+        _, content, reply = token_by_token(rendering, ids, may_call=False)
+        text = 'So.\n{"name": "look", "arguments": "{\\"at\\": \\"é\\"}"}'
+        assert content == reply.content == text
 
 
 @given(words, words, st.booleans())
@@ -292,27 +290,27 @@ def test_the_tokens_up_to_the_end_of_the_reasoning_are_counted(
 ):
     ids = encode(f"<think>\n{reasoning}" + f"\n</think>\n\n{content}<|im_end|>" * ends)
     reply, count = rendering.read([], ids, [])
-    before, up_to = (
-        rendering.tokenizer.decode(ids[:length]).rstrip("\ufffd")
-        for length in (max(0, count - 1), count)
-    )
-    if reply.reasoning:
-        assert up_to.startswith(f"<think>\n{reply.reasoning}")
-        assert not before.startswith(f"<think>\n{reply.reasoning}")
-    else:
+    if not reply.reasoning:
         assert count == 0
+        return
+    marked = f"<think>\n{reply.reasoning}"
+    for length, whole in ((count, True), (count - 1, False)):
+        assert rendering.tokenizer.decode(ids[:length]).rstrip("\ufffd").startswith(marked) == whole
 
 
 def test_reasoning_after_content_is_counted_and_not_sent():
-    parser = ReplyParser(families()["harmony"], "", ModelCall("m", [], []))
-    growing = SampledReply(parser, lambda ids: "".join(map(chr, ids)), [])
-    thoughts = ["<|channel|>analysis<|message|>one", "<|channel|>analysis<|message|>two"]
-    text = "<|end|><|channel|>final<|message|>So.<|end|>".join(thoughts)
-    first = growing.feed([*map(ord, text + "<|end|>")])
+    def decode(ids):
+        return "".join(map(chr, ids))
+
+    growing = SampledReply(parser_of("harmony"), decode, [])
+    one = "<|channel|>analysis<|message|>one"
+    two = "<|channel|>analysis<|message|>two"
+    text = f"{one}<|end|><|channel|>final<|message|>So.<|end|>{two}<|end|>"
+    first = growing.feed(map(ord, text))
     reply, rest = growing.finish()
     assert (first, rest) == (("one", "So."), ("", ""))
     assert (reply.reasoning, reply.content) == ("one", "So.")
-    assert growing.reasoning_tokens == len("".join(thoughts))
+    assert growing.reasoning_tokens == len(one + two)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])

@@ -1,6 +1,8 @@
 """Templates that no renderer knows are continued when they render each message independently, else
 refused."""
 
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from transformers import AutoTokenizer
 from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.prompts import rendering as module
+from rolltap.addons.prompts.probes import TOOLS
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.template import (
     Placeholder,
@@ -17,9 +20,9 @@ from rolltap.addons.prompts.template import (
     tokens_of_turns,
 )
 from rolltap.addons.prompts.tokenizer import BREAK
-from tests.addons.conftest import TEMPLATE
-from tests.addons.prompts import continuing
-from tests.addons.prompts.test_rendering import USER, VISION, pieces
+from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
+from tests.addons.harness import user
+from tests.addons.prompts.talks import continued, named
 from tests.deep import examples
 
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
@@ -31,13 +34,20 @@ END = "{{ '<|im_end|>\\n\\n' }}"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 PLAIN = "{% for message in messages %}" + TURN + CALLS + END + "{% endfor %}" + GENERATION
 
-CONVERSATION = [{"role": "system", "content": "Be brief."}, USER]
-NEW = [{"role": "user", "content": "Go on"}]
+USER = user()
+SYSTEM = {"role": "system", "content": "Be brief."}
+CONVERSATION = [SYSTEM, USER]
+NEW = [user("Go on")]
+LOOK = message_tool_call("c1", "look", {"at": "é"})
+RESULT = {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"}
 
 
 @pytest.fixture
 def rendering_of(tmp_path, save_tokenizer):
-    return lambda template: Rendering(save_tokenizer(tmp_path, template), "default")
+    def rendering_of(template):
+        return Rendering(save_tokenizer(tmp_path, template), "default")
+
+    return rendering_of
 
 
 @pytest.fixture(scope="module")
@@ -45,41 +55,38 @@ def plain(tmp_path_factory, save_tokenizer):
     return Rendering(save_tokenizer(tmp_path_factory.mktemp("plain"), PLAIN), "default")
 
 
-def assistant(text):
-    return assistant_message(text, "", [])
+def assistant(text, *calls, reasoning=""):
+    return assistant_message(text, reasoning, list(calls))
 
 
 def answered(text, messages):
     """Return a turn of `text` with the calls that results in `messages` answer."""
-    calls = placeholder_turn(messages).get("tool_calls", [])
-    return assistant_message(
-        text, "", [message_tool_call(each["id"], each["function"]["name"], {}) for each in calls]
-    )
+    calls = []
+    for each in placeholder_turn(messages).get("tool_calls", []):
+        calls.append(message_tool_call(each["id"], each["function"]["name"], {}))
+    return assistant(text, *calls)
 
 
-@pytest.mark.parametrize(
-    "new",
-    [NEW, [{"role": "tool", "content": "Nothing.", "tool_call_id": "c9", "name": "look"}], NEW * 2],
-)
+def follow(rendering, messages, text="Hi.<|im_end|>"):
+    """Return the ids that follow a turn of `text` in the conversation, or None."""
+    prompt = rendering.render(CONVERSATION, [])
+    return rendering.extension(prompt, rendering.tokenizer.encode(text), messages, [])
+
+
+@pytest.mark.parametrize("new", [NEW, [{**RESULT, "tool_call_id": "c9"}], NEW * 2])
 @pytest.mark.parametrize("end", ["<|im_end|>", ""], ids=["ended", "truncated"])
 def test_a_continuation_is_what_the_template_writes_after_a_turn(plain, encode, new, end):
     assert plain.refusal is None
     prompt = plain.render(CONVERSATION, [])
-    completion = encode("Hi.\n" + end)
-    continued = continuing.continued(plain, prompt, completion, new, [])
-    assert continued == plain.render([*CONVERSATION, assistant("Hi."), *new], [])
-    assert continued[: len(prompt) + len(completion)] == prompt + completion
+    whole = continued(plain, prompt, encode("Hi.\n" + end), new)
+    assert whole == plain.render([*CONVERSATION, assistant("Hi."), *new], [])
 
 
-def test_a_message_that_the_template_refuses_is_not_continued(rendering_of, encode):
-    picky = (
-        "{% for message in messages %}{% if message.content == 'No' %}{{ raise_exception('no') }}{%"
-        " endif %}"
-    )
-    rendering = rendering_of(PLAIN.replace("{% for message in messages %}", picky))
+def test_a_message_that_the_template_refuses_is_not_continued(rendering_of):
+    refuses = "{% if message.content == 'No' %}{{ raise_exception('no') }}{% endif %}"
+    rendering = rendering_of(PLAIN.replace(TURN, refuses + TURN))
     assert rendering.refusal is None
-    prompt, refused = rendering.render(CONVERSATION, []), {"role": "user", "content": "No"}
-    assert continuing.continued(rendering, prompt, encode("Hi."), [refused], []) is None
+    assert follow(rendering, [user("No")], "Hi.") is None
 
 
 LOOKS_UP = (
@@ -95,20 +102,17 @@ LOOKS_UP = (
 def test_results_are_continued_with_the_names_of_their_own_tools(rendering_of, encode, name):
     rendering = rendering_of(PLAIN.replace(TURN, name + TURN))
     assert rendering.refusal is None
-    calls = [message_tool_call("c1", "look", {}), message_tool_call("c2", "go", {})]
-    asked = {"role": "assistant", "content": "Hi.", "tool_calls": calls}
+    asked = assistant("Hi.", message_tool_call("c1", "look", {}), message_tool_call("c2", "go", {}))
     results = [{"role": "tool", "content": "x", "tool_call_id": i} for i in ("c2", "c9", "c1")]
     whole = name_results([*CONVERSATION, asked, *results])
-    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.\n@look@go<|im_end|>")
-    continued = continuing.continued(rendering, prompt, completion, whole[3:], [])
-    assert continued == rendering.render(whole, [])
+    prompt = rendering.render(CONVERSATION, [])
+    ids = continued(rendering, prompt, encode("Hi.\n@look@go<|im_end|>"), whole[3:])
+    assert ids == rendering.render(whole, [])
 
 
 def test_a_template_that_takes_one_call_a_turn_is_continued(rendering_of):
-    single = (
-        "{% if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one')"
-        " }}{% endif %}"
-    )
+    several = "message.tool_calls and message.tool_calls | length > 1"
+    single = "{% if " + several + " %}{{ raise_exception('one') }}{% endif %}"
     assert rendering_of(PLAIN.replace(TURN, single + TURN)).refusal is None
 
 
@@ -116,15 +120,11 @@ FIRST_TOOL = "{% if tools and message.role == 'tool' %}{{ tools[0].function.name
 MARKED = "{% if message.role == 'assistant' and not loop.last %}{{ 'x' }}{% endif %}"
 
 
-def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(rendering_of, encode):
+def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(rendering_of):
     marked = "{% if message.role == 'assistant' and loop.index == 9 %}{{ 'x' }}{% endif %}"
     rendering = rendering_of(PLAIN.replace(CALLS, CALLS + marked))
-    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
-    assert continuing.continued(rendering, prompt, completion, NEW, []) is not None
-    assert (
-        continuing.continued(rendering, prompt, completion, [*NEW, assistant("Well."), *NEW], [])
-        is None
-    )
+    assert follow(rendering, NEW) is not None
+    assert follow(rendering, [*NEW, assistant("Well."), *NEW]) is None
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,11 @@ def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(ren
     ids=["the first tool's name", "no stop token", "marks past turns", "no tools"],
 )
 def test_a_template_that_closes_turns_or_writes_messages_in_several_ways_is_refused(
-    rendering_of, encode, template, reason
+    rendering_of, template, reason
 ):
     rendering = rendering_of(template)
     assert reason in rendering.refusal
-    assert (
-        continuing.continued(rendering, rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, [])
-        is None
-    )
+    assert follow(rendering, NEW) is None
 
 
 @pytest.mark.parametrize(
@@ -163,34 +160,34 @@ def test_a_template_that_closes_turns_or_writes_messages_in_several_ways_is_refu
     ids=["counts the messages", "rewrites earlier turns"],
 )
 def test_a_template_that_rewrites_what_is_before_a_turn_is_continued_with_the_sampled_tokens(
-    rendering_of, encode, template
+    rendering_of, template
 ):
     rendering = rendering_of(template)
     assert rendering.refusal is None
-    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
-    continued = continuing.continued(rendering, prompt, completion, NEW, [])
-    assert continued[: len(prompt) + len(completion)] == prompt + completion
+    after = follow(rendering, NEW)
     whole = rendering.render([*CONVERSATION, assistant("Hi."), *NEW], [])
-    after = continued[len(prompt) + len(completion) :]
     assert after == whole[-len(after) :]
 
 
-def test_a_turn_that_ends_otherwise_than_the_template_writes_is_not_continued(rendering_of, encode):
-    rendering = rendering_of(PLAIN)
+def test_a_turn_that_ends_otherwise_than_the_template_writes_is_not_continued(plain, encode):
+    def render(messages, tools, generation):
+        return plain.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=generation, return_dict=False
+        )
+
     other = encode("<|im_start|>")
-    stop_ids = rendering.stop_token_ids + other
-    template = TemplateContinuation(rendering._render, rendering.tokenizer.encode, stop_ids, [])
+    stop_ids = plain.stop_token_ids + other
+    template = TemplateContinuation(render, plain.tokenizer.encode, stop_ids, [])
     assert template.refusal is None
-    assert template.extension([*encode("Hi."), *rendering.stop_token_ids], NEW) is not None
+    assert template.extension([*encode("Hi."), *plain.stop_token_ids], NEW) is not None
     assert template.extension([*encode("Hi."), *other], NEW) is None
 
 
-def test_a_template_that_writes_no_calls_is_continued_with_text_only(rendering_of, encode):
+def test_a_template_that_writes_no_calls_is_continued_with_text_only(rendering_of):
     rendering = rendering_of(PLAIN.replace(CALLS, ""))
     assert rendering.refusal is None
-    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
-    assert continuing.continued(rendering, prompt, completion, NEW, []) is not None
-    assert continuing.continued(rendering, prompt, completion, [RESULT], []) is None
+    assert follow(rendering, NEW) is not None
+    assert follow(rendering, [RESULT]) is None
 
 
 def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, save_tokenizer):
@@ -207,29 +204,15 @@ def test_a_renderer_that_knows_its_model_has_no_refusal(tokenizer_folder):
     assert Rendering(str(tokenizer_folder)).refusal is None
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "look", "description": "", "parameters": {"type": "object"}},
-    }
-]
-LOOK = message_tool_call("c1", "look", {"at": "é"})
-RESULT = {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"}
-INVENTED = [assistant_message("", "", [LOOK]), RESULT]
+INVENTED = [assistant("", LOOK), RESULT]
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TAILS = {
     "an answer": [USER, assistant("Hi."), USER],
     "a call and its result": [USER, *INVENTED],
     "a call after a result": [RESULT, *INVENTED],
     "a call immediately": [*INVENTED, USER],
-    "reasoning": [USER, assistant_message("Hi.", "I greet.", []), USER],
-    "several": [
-        USER,
-        *INVENTED,
-        assistant_message("So.", "", [LOOK]),
-        RESULT,
-        assistant("Hi."),
-        USER,
-    ],
+    "reasoning": [USER, assistant("Hi.", reasoning="I greet."), USER],
+    "several": [USER, *INVENTED, assistant("So.", LOOK), RESULT, assistant("Hi."), USER],
     "a system message": [{"role": "system", "content": "It is late."}, assistant("Yes."), USER],
     "the end": [USER, assistant("Hi.")],
 }
@@ -244,112 +227,121 @@ def any_rendering(request, tmp_path_factory, save_tokenizer):
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
+@named("tail", TAILS)
 def test_the_tokens_after_a_turn_are_those_of_a_full_prompt(any_rendering, encode, tail, tools):
     prompt = any_rendering.render([USER], tools)
     opened = prompt[-2:] == encode("<think>\n")
-    turn = answered("Hi.", tail)
-    completion = encode(("I greet.\n</think>\n\n" if opened else "") + "Hi.<|im_end|>")
-    whole = any_rendering.render(name_results([USER, turn, *tail]), tools)
-    continued = continuing.continued(any_rendering, prompt, completion, tail, tools)
-    assert continued[: len(prompt) + len(completion)] == prompt + completion
-    assert (
-        whole[-(len(continued) - len(prompt) - len(completion)) :]
-        == continued[len(prompt) + len(completion) :]
-    )
+    completion = encode("I greet.\n</think>\n\nHi.<|im_end|>" if opened else "Hi.<|im_end|>")
+    after = any_rendering.extension(prompt, completion, tail, tools)
+    whole = any_rendering.render(name_results([USER, answered("Hi.", tail), *tail]), tools)
+    assert after == whole[-len(after) :]
 
 
-@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
+@named("tail", TAILS)
 @pytest.mark.parametrize("completion", ["Hi.", "<think>\nI"], ids=["cut", "cut in its reasoning"])
 def test_a_cut_turn_is_ended_as_for_other_messages(any_rendering, encode, completion, tail):
-    prompt, sampled = any_rendering.render([USER], []), encode(completion)
-    other = continuing.continued(any_rendering, prompt, sampled, [USER], [])
-    continued = continuing.continued(any_rendering, prompt, sampled, tail, [])
-    end = len(prompt) + len(sampled) + 1
-    assert continued[:end] == other[:end]
-    assert continued[-3:] == any_rendering.render([USER, *tail], [])[-3:]
+    prompt = any_rendering.render([USER], [])
+    other = any_rendering.extension(prompt, encode(completion), [USER], [])
+    after = any_rendering.extension(prompt, encode(completion), tail, [])
+    assert after[0] == other[0]
+    assert after[-3:] == any_rendering.render([USER, *tail], [])[-3:]
 
 
+pieces = st.sampled_from(
+    [*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"]
+)
 texts = st.lists(pieces, max_size=12).map("".join)
-messages = st.one_of(
-    st.builds(lambda text: {"role": "user", "content": text}, texts),
-    st.builds(lambda text: {**RESULT, "content": text}, texts),
-    st.builds(assistant_message, texts, texts, st.sampled_from([[], [LOOK]])),
+calls = st.sampled_from([[], [LOOK]])
+replies = st.builds(assistant_message, content=texts, reasoning=texts, tool_calls=calls)
+others = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "tool", "system"]),
+        "content": texts,
+        "tool_call_id": st.just("c"),
+    }
 )
 
 
-@given(prompt=texts, completion=texts, tail=st.lists(messages, min_size=1, max_size=5))
+def result_of(text):
+    return {**RESULT, "content": text}
+
+
+tails = st.lists(texts.map(user) | texts.map(result_of) | replies, min_size=1, max_size=5)
+
+
+@given(prompt=texts, completion=texts, tail=tails)
 @examples(200)
 def test_whatever_the_tail_no_sampled_token_changes(
     any_rendering, encode, prompt, completion, tail
 ):
-    prompt_ids, completion_ids = encode(prompt), encode(completion)
-    ids = continuing.continued(any_rendering, prompt_ids, completion_ids, tail, [])
-    if ids is not None:
-        sampled = len(prompt_ids) + len(completion_ids)
-        assert ids[:sampled] == prompt_ids + completion_ids
-        whole = any_rendering.render([USER, answered("Hi.", tail), *tail], [])
+    completion_ids = encode(completion)
+    after = any_rendering.extension(encode(prompt), completion_ids, tail, [])
+    if after is not None:
         stop_ids = any_rendering.stop_token_ids
-        extension = ids[sampled:]
-        if completion_ids[-1:] not in [[i] for i in stop_ids]:
-            extension = extension[
-                next(i for i, token in enumerate(extension) if token in stop_ids) + 1 :
-            ]
-        assert whole[-len(extension) :] == extension
+        if not set(completion_ids[-1:]) & set(stop_ids):
+            while after.pop(0) not in stop_ids:
+                pass
+        whole = any_rendering.render([USER, answered("Hi.", tail), *tail], [])
+        assert whole[-len(after) :] == after
 
 
-new_messages = st.builds(
-    lambda role, text: {"role": role, "content": text, "tool_call_id": "c"},
-    st.sampled_from(["user", "tool", "system"]),
-    texts,
-)
-
-
-@given(prompt=texts, completion=texts, messages=st.lists(new_messages, min_size=1, max_size=3))
+@given(prompt=texts, completion=texts, messages=st.lists(others, min_size=1, max_size=3))
 @examples(200)
 def test_a_renderer_that_is_given_only_a_suffix_of_the_prompt_continues_the_whole(
     any_rendering, encode, prompt, completion, messages
 ):
-    arguments = encode(prompt), encode(completion), messages, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_READS_ONE_TURN", frozenset())
-        whole = continuing.continued(any_rendering, *arguments)
-    assert continuing.continued(any_rendering, *arguments) == whole
+    arguments = (encode(prompt), encode(completion), messages, [])
+    with mock.patch.object(module, "_READS_ONE_TURN", frozenset()):
+        whole = any_rendering.extension(*arguments)
+    assert any_rendering.extension(*arguments) == whole
 
 
 AFTER = [*b"uG"]
 """The end of a prompt after a turn with the end E, before a user's message."""
 
 
+def letters(text):
+    return [*text.encode()]
+
+
+def as_is(text):
+    return text
+
+
+def other_after(text):
+    return text.replace("uG", "vG")
+
+
+def other_end(text):
+    return text.replace("7E", "7") if "x" in text else text
+
+
+def other_before(text):
+    return text.replace("Aa8", "A?a8") if "x" in text else text
+
+
 class TestTokensOfTurns:
     """With a renderer of letters: a turn of the assistant is `A...E`, where E ends it."""
 
-    def placeholder(self, changed=lambda text: text):
+    def placeholder(self, changed=as_is):
         def render(messages, tools, generation):
-            turns = {
-                "user": lambda m: "u",
-                "assistant": lambda m: f"A{m['content']}E",
-                "tool": lambda m: "t",
-            }
-            text = "".join(turns[m["role"]](m) for m in messages) + "G"
-            return [*changed(text.replace(BREAK, "")).encode()]
+            turns = {"user": "u", "tool": "t"}
+            text = ""
+            for message in messages:
+                text += turns.get(message["role"], f"A{message['content']}E")
+            return letters(changed(text.replace(BREAK, "") + "G"))
 
-        return Placeholder(render, lambda text: [*text.encode()], [ord("E")])
+        return Placeholder(render, letters, letters("E"))
 
     def test_they_are_what_a_full_prompt_has_after_the_placeholder(self):
         tail = [USER, assistant("x"), RESULT]
-        assert tokens_of_turns(self.placeholder(), AFTER, True, tail, []) == [*b"uAxEtG"]
-        assert tokens_of_turns(self.placeholder(), [*b"E", *AFTER], False, tail, []) == [
-            *b"EuAxEtG"
-        ]
+        ended = tokens_of_turns(self.placeholder(), AFTER, True, tail, [])
+        cut = tokens_of_turns(self.placeholder(), letters("E") + AFTER, False, tail, [])
+        assert (ended, cut) == (letters("uAxEtG"), letters("EuAxEtG"))
 
     @pytest.mark.parametrize(
         ("changed", "tokens"),
-        [
-            (lambda text: text.replace("uG", "vG"), None),
-            (lambda text: text.replace("7E", "7") if "x" in text else text, None),
-            (lambda text: text.replace("Aa8", "A?a8") if "x" in text else text, [*b"AxEuG"]),
-        ],
+        [(other_after, None), (other_end, None), (other_before, letters("AxEuG"))],
         ids=[
             "other tokens after a turn",
             "a turn whose end depends on later ones",
@@ -360,10 +352,11 @@ class TestTokensOfTurns:
         tail = [assistant("x"), USER]
         assert tokens_of_turns(self.placeholder(changed), AFTER, True, tail, []) == tokens
 
-    def test_there_are_none_without_a_placeholder_or_for_messages_that_the_template_refuses(self):
-        def refuse(messages, tools, generation):
-            raise ValueError("no")
-
-        for render in (refuse, lambda messages, tools, generation: []):
-            placeholder = Placeholder(render, lambda text: [*text.encode()], [ord("E")])
-            assert tokens_of_turns(placeholder, AFTER, True, [USER], []) is None
+    @pytest.mark.parametrize(
+        "render",
+        [mock.Mock(side_effect=ValueError("no")), mock.Mock(return_value=[])],
+        ids=["messages are refused", "no placeholder"],
+    )
+    def test_there_are_none_without_the_placeholder(self, render):
+        placeholder = Placeholder(render, letters, letters("E"))
+        assert tokens_of_turns(placeholder, AFTER, True, [USER], []) is None
