@@ -1,6 +1,7 @@
 """A server that acts as vLLM does when weights are published: it pauses, loads folders, and may
 refuse a step."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,22 @@ BASE = [-1.0, -2.0, -3.0]
 begin again and again."""
 IDS = [7, 8, 9, 10]
 UNKNOWN = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
+ROUTES = (
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/weight_info",
+    "/update_weight_version",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/v1/models",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/v1/completions",
+    "/inference/v1/generate",
+    "/tokenize",
+    PATH,
+)
 
 
 def agreed(name: str | None) -> None:
@@ -34,6 +51,22 @@ def trainer(logprobs: Sequence[float]) -> Score:
     return score
 
 
+def ask_register(register: OneOwner, method: str, body: bytes = b"") -> tuple[int, Any]:
+    """Return the status and the answer to a request whose body arrives in two parts."""
+    parts = [{"body": body[:3], "more_body": True}, {"body": body[3:]}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(register({"type": "http", "path": PATH, "method": method}, receive, send))
+    start, end = sent
+    return start["status"], json.loads(end["body"])
+
+
 class Acting(Answering):
     """`refuses` are the paths that answer 500, and `scores` the log-probabilities by name of a
     folder or adapter."""
@@ -42,29 +75,16 @@ class Acting(Answering):
         super().__init__()
         self.root = root
         self.scores: dict[str, Sequence[float]] = {root.name: BASE}
-        self.refuses: dict[str, int] = {}
+        self.refuses: dict[str | None, int] = {}
         """Path -> how often it is still refused; -1 is always."""
         self.start()
-        routes = [
-            "/pause",
-            "/resume",
-            "/is_paused",
-            "/weight_info",
-            "/update_weight_version",
-            "/collective_rpc",
-        ]
-        routes += [
-            "/reset_prefix_cache",
-            "/v1/models",
-            "/v1/load_lora_adapter",
-            "/v1/unload_lora_adapter",
-        ]
-        routes += ["/v1/completions", "/inference/v1/generate", "/tokenize", PATH]
-        self.answers = HEALTHY | {path: self.route(path) for path in routes}
+        self.answers = HEALTHY | {path: self.route(path) for path in ROUTES}
 
     def start(self) -> None:
         """Forget everything, as an engine does that is started again."""
-        self.paused, self.version, self.weights = False, "default", self.root.name
+        self.paused = False
+        self.version = "default"
+        self.weights = self.root.name
         self.adapters: dict[str, str] = {}
         self.register = OneOwner(None)
 
@@ -78,70 +98,72 @@ class Acting(Answering):
         return answer
 
     def act(self, path: str, method: str, body: dict[str, Any]) -> Any:
-        if path == PATH:
-            status = self.register._answer(method, json.dumps(body).encode())
-            return (
-                status,
-                json.dumps(
-                    {
-                        "owner": self.register._owner,
-                        "about": self.register._about,
-                        "base": self.register._base,
-                    }
-                ),
-            )
-        if path == "/pause":
-            self.paused = True
-        if path == "/resume":
-            assert self.weights, "an engine without weights crashes"
-            self.paused = False
-        if path == "/collective_rpc" and body["method"] == "reload_weights":
-            assert self.paused, "weights change only between calls"
-            self.weights = ""
-            folder = Path(body["kwargs"]["weights_path"])
-            if not (folder / "config.json").exists():
-                return (500, "no such folder")
-            self.weights = folder.name
-        if path == "/collective_rpc" and body["method"] == "get_model_inspection":
-            return {"results": ["backend=FLASH"]}
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-        if path == "/v1/load_lora_adapter":
-            if not Path(body["lora_path"]).is_dir():
-                return UNKNOWN
-            self.adapters[body["lora_name"]] = body["lora_path"]
-        if path == "/v1/unload_lora_adapter" and self.adapters.pop(body["lora_name"], None) is None:
-            return UNKNOWN
-        if path == "/v1/models":
-            base = {"id": "tiny", "root": str(self.root), "parent": None, "max_model_len": 99}
-            return {
-                "data": [
-                    base,
-                    *({"id": name, "root": "", "parent": "tiny"} for name in self.adapters),
-                ]
-            }
-        if path == "/tokenize":
-            return {"tokens": IDS}
-        if path in ("/v1/completions", "/inference/v1/generate"):
-            assert not self.paused, "a call waits until the engine is resumed"
-            scores = self.scores[self.weights if body["model"] == "tiny" else body["model"]]
-        if path == "/inference/v1/generate":
-            entries = [
-                {"logprob": each}
-                for each in islice(cycle(scores), body["sampling_params"]["max_tokens"])
-            ]
-            ids = [5 + i % 3 for i in range(len(entries))]
-            return {"choices": [{"token_ids": ids, "logprobs": {"content": entries}}]}
-        if path == "/v1/completions":
-            entries = zip(
-                body["prompt"][1:], islice(cycle(scores), len(body["prompt"]) - 1), strict=True
-            )
-            return {
-                "choices": [
-                    {"prompt_logprobs": [None, *({str(t): {"logprob": lp}} for t, lp in entries)]}
-                ]
-            }
-        return {"is_paused": self.paused, "weight_version": self.version, "success": True}
+        state = {"is_paused": self.paused, "weight_version": self.version, "success": True}
+        match path:
+            case "/pause":
+                self.paused = True
+            case "/resume":
+                assert self.weights, "an engine without weights crashes"
+                self.paused = False
+            case "/collective_rpc" if body["method"] == "reload_weights":
+                return self.reload(Path(body["kwargs"]["weights_path"]))
+            case "/collective_rpc":
+                return {"results": ["backend=FLASH"]}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/v1/load_lora_adapter":
+                if not Path(body["lora_path"]).is_dir():
+                    return UNKNOWN
+                self.adapters[body["lora_name"]] = body["lora_path"]
+            case "/v1/unload_lora_adapter":
+                if self.adapters.pop(body["lora_name"], None) is None:
+                    return UNKNOWN
+            case "/v1/models":
+                cards = [{"id": "tiny", "root": str(self.root), "parent": None}]
+                cards += [{"id": name, "root": "", "parent": "tiny"} for name in self.adapters]
+                cards[0]["max_model_len"] = 99
+                return {"data": cards}
+            case "/tokenize":
+                return {"tokens": IDS}
+            case "/v1/completions" | "/inference/v1/generate":
+                return self.compute(body)
+            case _ if path == PATH:
+                status, answer = ask_register(self.register, method, json.dumps(body).encode())
+                return (status, json.dumps(answer))
+        return state
+
+    def reload(self, folder: Path) -> Any:
+        assert self.paused, "weights change only between calls"
+        self.weights = ""
+        if not (folder / "config.json").exists():
+            return (500, "no such folder")
+        self.weights = folder.name
+        return {"results": [None]}
+
+    def compute(self, body: dict[str, Any]) -> Any:
+        assert not self.paused, "a call waits until the engine is resumed"
+        name = self.weights if body["model"] == "tiny" else body["model"]
+        logprobs = cycle(self.scores[name])
+        if "prompt" in body:
+            entries: list[Any] = [None]
+            for token in body["prompt"][1:]:
+                entries.append({str(token): {"logprob": next(logprobs)}})
+            return {"choices": [{"prompt_logprobs": entries}]}
+        number = body["sampling_params"]["max_tokens"]
+        ids = [5 + i % 3 for i in range(number)]
+        content = [{"logprob": next(logprobs)} for _ in ids]
+        return {"choices": [{"token_ids": ids, "logprobs": {"content": content}}]}
+
+    @property
+    def served(self) -> tuple[str, str, bool]:
+        """The folder of the weights, their version, and whether it is paused."""
+        return self.weights, self.version, self.paused
+
+    @property
+    def owner(self) -> str | None:
+        _, answer = ask_register(self.register, "GET")
+        owner: str | None = answer["owner"]
+        return owner
 
     @property
     def paths(self) -> list[str]:
