@@ -31,7 +31,8 @@ async def test_an_error_is_raised_to_the_caller():
 
 
 async def test_an_error_after_a_cancellation_is_its_cause():
-    started, may_end = asyncio.Event(), threading.Event()
+    started = asyncio.Event()
+    may_end = threading.Event()
     loop = asyncio.get_running_loop()
 
     def fail():
@@ -69,25 +70,38 @@ async def test_ctrl_c_cancels_it_and_waits_for_its_cleanup():
     assert cleaned == [True]
 
 
+async def ask_three_times(once, make):
+    """Return what three who ask together get."""
+    asking = [once.get("a", make) for _ in range(3)]
+    return await asyncio.gather(*asking, return_exceptions=True)
+
+
 async def test_those_who_ask_together_get_one_value_and_other_keys_do_not_wait():
-    once, made, blocked = Once(), [], asyncio.Event()
+    once = Once()
+    made = []
+    begun = asyncio.Event()
+    blocked = asyncio.Event()
 
-    async def make(key):
-        made.append(key)
-        if key == "slow":
-            await blocked.wait()
-        return key.upper()
+    async def make_slow():
+        made.append("slow")
+        begun.set()
+        await blocked.wait()
+        return "SLOW"
 
-    slow = [asyncio.create_task(once.get("slow", lambda: make("slow"))) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert await once.get("quick", lambda: make("quick")) == "QUICK"
+    async def make_quick():
+        return "QUICK"
+
+    slow = asyncio.create_task(ask_three_times(once, make_slow))
+    await begun.wait()
+    assert await once.get("b", make_quick) == "QUICK"
     blocked.set()
-    assert await asyncio.gather(*slow) == ["SLOW"] * 3
-    assert made == ["slow", "quick"]
+    assert await slow == ["SLOW"] * 3
+    assert made == ["slow"]
 
 
 def test_a_failure_is_not_kept_and_the_next_who_asks_may_be_in_another_event_loop():
-    once, answers = Once(), [OSError("full"), 7]
+    once = Once()
+    answers = [OSError("full"), 7]
 
     async def make():
         await asyncio.sleep(0)
@@ -96,14 +110,9 @@ def test_a_failure_is_not_kept_and_the_next_who_asks_may_be_in_another_event_loo
             raise answer
         return answer
 
-    async def ask_three_times():
-        return await asyncio.gather(
-            *(once.get("a", make) for _ in range(3)), return_exceptions=True
-        )
-
-    first = asyncio.run(ask_three_times())
+    first = asyncio.run(ask_three_times(once, make))
     assert [str(answer) for answer in first] == ["full", "7", "7"]
-    assert asyncio.run(ask_three_times()) == [7, 7, 7]
+    assert asyncio.run(ask_three_times(once, make)) == [7, 7, 7]
 
 
 async def test_a_value_that_is_not_kept_is_that_of_all_who_wait_for_it():
@@ -114,14 +123,15 @@ async def test_a_value_that_is_not_kept_is_that_of_all_who_wait_for_it():
         await asyncio.sleep(0)
         return next(values)
 
-    assert await asyncio.gather(*(once.get("a", make) for _ in range(3))) == [0, 0, 0]
+    assert await ask_three_times(once, make) == [0, 0, 0]
     assert len(once) == 0
-    assert await asyncio.gather(*(once.get("a", make) for _ in range(3))) == [1, 1, 1]
+    assert await ask_three_times(once, make) == [1, 1, 1]
     assert await once.get("a", make) == 1
 
 
 async def test_those_who_wait_for_one_that_is_cancelled_make_the_value_themselves():
-    once, started = Once(), asyncio.Event()
+    once = Once()
+    started = asyncio.Event()
 
     async def never():
         started.set()

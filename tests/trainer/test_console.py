@@ -16,29 +16,33 @@ from rolltap.trainer.console import SAY_SECONDS, Watch, nodes_started, watched
 URL = "http://e"
 
 
-@pytest.fixture
-def silent():
-    return []
+class Watched:
+    """A watch of the engines in `silent`. `shown` and `said` are what it gave to the bar and as
+    lines."""
+
+    def __init__(self):
+        self.silent = []
+        self.shown = []
+        self.said = []
+        self.watch = Watch(lambda: [*self.silent], self.show, self.said.append, 0.0)
+
+    def show(self, *progress):
+        self.shown.append(progress)
 
 
 @pytest.fixture
-def shown():
-    return []
+def seen():
+    return Watched()
 
 
 @pytest.fixture
-def said():
-    return []
+def watch(seen):
+    return seen.watch
 
 
-@pytest.fixture
-def watch(silent, shown, said):
-    return Watch(lambda: [*silent], lambda *progress: shown.append(progress), said.append, 0.0)
-
-
-def test_a_line_comes_when_more_is_done_and_after_a_while_in_any_case(watch, said):
+def test_a_line_comes_when_more_is_done_and_after_a_while_in_any_case(watch, seen):
     watch.tick(5)
-    assert said == []  # there is nothing to say
+    assert seen.said == []  # there is nothing to say
     watch.advance("0 of 2 sessions: 2 preparing", 0, 2)
     watch.tick(10)
     watch.advance("0 of 2 sessions: 2 running", 0, 2)
@@ -48,30 +52,30 @@ def test_a_line_comes_when_more_is_done_and_after_a_while_in_any_case(watch, sai
     watch.tick(SAY_SECONDS + 10)
     watch.tick(2 * SAY_SECONDS + 5)
     watch.tick(2 * SAY_SECONDS + 10)
-    assert said == ["0 of 2 sessions: 2 running", *["1 of 2 sessions: 1 running"] * 2]
+    assert seen.said == ["0 of 2 sessions: 2 running", *["1 of 2 sessions: 1 running"] * 2]
 
 
 def test_an_engine_that_ceases_to_answer_is_told_at_once_and_again_and_so_is_its_return(
-    watch, silent, said
+    watch, seen
 ):
     watch.tick(5)
-    silent.append(URL)
+    seen.silent.append(URL)
     for now in range(10, 50, 5):
         watch.tick(now)
-    silent.clear()
+    seen.silent.clear()
     watch.tick(50)
     watch.tick(55 + SAY_SECONDS)
     gone = f"the engine at {URL} has not answered for"
-    assert said == [f"{gone} 5 s", f"{gone} 35 s", f"the engine at {URL} answers again"]
+    assert seen.said == [f"{gone} 5 s", f"{gone} 35 s", f"the engine at {URL} answers again"]
 
 
-def test_the_bar_has_the_same_facts(watch, silent, shown):
-    silent.append(URL)
+def test_the_bar_has_the_same_facts(watch, seen):
+    seen.silent.append(URL)
     watch.advance("0 of 2 sessions", 0, 2)
     watch.tick(5)
     watch.advance("1 of 2 sessions", 1, 2)
     gone = f"the engine at {URL} has not answered for 5 s"
-    assert shown == [
+    assert seen.shown == [
         ("0 of 2 sessions", 0, 2),
         (f"0 of 2 sessions; {gone}", 0, 2),
         (f"1 of 2 sessions; {gone}", 1, 2),
@@ -114,7 +118,7 @@ WAITING = """
 import signal
 from rolltap.trainer.console import end_with_launcher
 signal.signal(signal.SIGALRM, lambda *_: print("left", flush=True))
-signal.alarm(60)
+signal.alarm(600)
 end_with_launcher()
 print("ready", flush=True)
 signal.pause()

@@ -34,16 +34,16 @@ def test_long_texts_that_differ_at_the_end_have_different_names():
     assert file_name("x" * 300 + "a") != file_name("x" * 300 + "b")
 
 
+CACHED = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-4B/snapshots/1cfa9a7208912126459214e8"
+
+
 @pytest.mark.parametrize(
     ("model", "public"),
     [
         ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
         ("/home/me/models/qwen3-4b", "qwen3-4b"),
         ("./models/qwen3-4b", "qwen3-4b"),
-        (
-            "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-4B/snapshots/1cfa9a7208912126459214e8b04321603b3df60c",
-            "Qwen/Qwen3-4B",
-        ),
+        (CACHED, "Qwen/Qwen3-4B"),
         ("/c/models--a-b--c--d/snapshots/0a/", "a-b/c--d"),
         ("tiny", "tiny"),
         ("", ""),
@@ -94,22 +94,18 @@ def test_a_session_is_read_back_from_its_id_and_attempts_share_their_place(sessi
 
 
 @pytest.mark.parametrize(
-    ("session_id", "place", "attempt", "seat"),
+    ("place", "attempt", "seat"),
     [
-        ("t-1a2b3c4d.0-3", "t-1a2b3c4d.0-3", 0, Seat("t-1a2b3c4d.0", 3, None)),
-        ("t-1a2b3c4d.0-3~2", "t-1a2b3c4d.0-3", 2, Seat("t-1a2b3c4d.0", 3, None)),
-        ("t-1a2b3c4d.7.1-3.2~1", "t-1a2b3c4d.7.1-3.2", 1, Seat("t-1a2b3c4d.7.1", 3, 2)),
-        (
-            "fork~t-1a2b3c4d.7.1-3.2~1-0.4",
-            "fork~t-1a2b3c4d.7.1-3.2~1-0.4",
-            0,
-            Seat("fork~t-1a2b3c4d.7.1-3.2~1", 0, 4),
-        ),
-        ("group-name", "group-name", 0, None),
-        ("t-1~0", "t-1~0", 0, None),
-        ("t-1.2.3", "t-1.2.3", 0, None),
+        ("t-1a2b3c4d.0-3", "", Seat("t-1a2b3c4d.0", 3, None)),
+        ("t-1a2b3c4d.0-3", "~2", Seat("t-1a2b3c4d.0", 3, None)),
+        ("t-1a2b3c4d.7.1-3.2", "~1", Seat("t-1a2b3c4d.7.1", 3, 2)),
+        ("fork~t-1a2b3c4d.7.1-3.2~1-0.4", "", Seat("fork~t-1a2b3c4d.7.1-3.2~1", 0, 4)),
+        ("group-name", "", None),
+        ("t-1~0", "", None),
+        ("t-1.2.3", "", None),
     ],
 )
-def test_a_session_of_a_group_has_its_seat_in_its_id(session_id, place, attempt, seat):
-    name = SessionName.parse(session_id)
-    assert (name.place, name.attempt, name.seat) == (place, attempt, seat)
+def test_a_session_of_a_group_has_its_seat_in_its_id(place, attempt, seat):
+    name = SessionName.parse(place + attempt)
+    assert (name.place, name.seat) == (place, seat)
+    assert name.attempt == int(attempt[1:] or 0)

@@ -44,19 +44,16 @@ async def test_a_line_that_was_not_written_to_its_end_is_no_event(journal, tmp_p
 
 
 async def test_what_cannot_be_synced_is_no_event_and_the_next_one_is(journal, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     await journal.add("a")
     with monkeypatch.context() as patch:
-
-        def full(_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             await journal.add("lost")
-    assert (await journal.add("b"), [event["kind"] for _, event in journal.read()]) == (
-        2,
-        ["a", "b"],
-    )
+    assert await journal.add("b") == 2
+    assert [event["kind"] for _, event in journal.read()] == ["a", "b"]
 
 
 async def test_events_of_many_writers_are_in_the_order_of_their_numbers(journal):
@@ -114,14 +111,9 @@ async def test_a_line_that_is_set_aside_is_told_to_nobody(journal, tmp_path):
 async def test_a_cursor_is_of_this_journal(journal):
     await journal.add("a")
     assert [journal.place(None), journal.place(journal.cursor(1))] == [0, 1]
-    for wrong in (
-        "",
-        "1",
-        f"{journal.name}-2",
-        f"{journal.name}--1",
-        "00000000-1",
-        f"{journal.name}-x",
-    ):
+    places = ["", "1", "00000000-1"]
+    places += [f"{journal.name}-{place}" for place in ("2", "-1", "x")]
+    for wrong in places:
         with pytest.raises(InputError, match="is no cursor of this run, whose cursors are"):
             journal.place(wrong)
 

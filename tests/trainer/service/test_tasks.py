@@ -122,9 +122,8 @@ def test_a_runtime_that_does_not_isolate_takes_no_task_of_a_request():
 
 def test_a_group_cannot_evaluate_where_the_recorder_has_a_port_that_is_chosen(tmp_path):
     config = RolloutConfig(recorder={"listen_port": "8899"})
-    worker = Worker(
-        config, harness="pi", engine="http://127.0.0.1:1", model="m", out=tmp_path / "run"
-    )
+    engine = "http://127.0.0.1:1"
+    worker = Worker(config, harness="pi", engine=engine, model="m", out=tmp_path / "run")
     task = Task(id="t", instruction="go", evaluate=["true"])
     request = GroupRequest(id="g", task="t", sessions=1)
     assert requested_task(request, {"t": task}, worker, ()) is task

@@ -47,18 +47,9 @@ def test_a_task_folder_becomes_a_task(tmp_path):
         network_mode = "no-network"
     """
     task = load(tmp_path, toml=toml)
-    assert (task.id, task.instruction, task.timeout, task.workdir) == (
-        "task",
-        "Do it.",
-        900.0,
-        "/app",
-    )
-    assert (task.image, task.image_optional, task.files, task.needs_network) == (
-        "ubuntu:24.04",
-        True,
-        {},
-        None,
-    )
+    assert (task.id, task.instruction, task.timeout) == ("task", "Do it.", 900.0)
+    assert (task.workdir, task.files, task.needs_network) == ("/app", {}, None)
+    assert (task.image, task.image_optional) == ("ubuntu:24.04", True)
     assert (task.limits.cpus, task.limits.memory_gib, task.limits.disk_gib) == (2, 2, 0.5)
     assert (task.source, task.solution) == (str(tmp_path / "task"), tmp_path / "task" / "solution")
     judge = task.effective_judge
@@ -96,20 +87,11 @@ def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_pa
 
 
 def test_every_missing_part_of_a_folder_is_named_at_once(tmp_path):
+    nothing = {"dockerfile": None, "test": None, "instruction": None}
     with pytest.raises(InputError) as error:
-        load(
-            tmp_path,
-            toml="[environment]\ngpus = 1\ntpu = 'x'",
-            dockerfile=None,
-            test=None,
-            instruction=None,
-        )
-    for part in (
-        "'environment.gpus' = 1, 'environment.tpu' = x",
-        "instruction.md",
-        "tests/test.sh",
-        "Dockerfile",
-    ):
+        load(tmp_path, toml="[environment]\ngpus = 1\ntpu = 'x'", **nothing)
+    keys = "'environment.gpus' = 1, 'environment.tpu' = x"
+    for part in (keys, "instruction.md", "tests/test.sh", "Dockerfile"):
         assert part in str(error.value)
 
 
@@ -121,10 +103,8 @@ def test_files_that_the_dockerfile_copies_are_in_the_workspace(tmp_path):
     task = load(tmp_path, dockerfile=text)
     assert (task.workdir, task.env, task.image_optional) == ("/app", {"A": "1"}, True)
     assert task.files == {"data": environment / "data", "one.txt": environment / "one.txt"}
-    assert (
-        load(tmp_path, dockerfile=text.replace("python:3.13-slim", "me/special")).image_optional
-        is False
-    )
+    special = load(tmp_path, dockerfile=text.replace("python:3.13-slim", "me/special"))
+    assert special.image_optional is False
 
 
 def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
@@ -132,12 +112,8 @@ def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
     write_task(tmp_path / "task", toml=toml, dockerfile=None)
     (tmp_path / "task" / "environment").mkdir()
     (task,) = load_tasks(tmp_path / "task")
-    assert (task.image, task.image_optional, task.workdir, task.files) == (
-        "python:3.13-slim",
-        True,
-        "/data",
-        {},
-    )
+    assert (task.image, task.image_optional) == ("python:3.13-slim", True)
+    assert (task.workdir, task.files) == ("/data", {})
     (tmp_path / "task" / "environment" / "a").touch()
     (task,) = load_tasks(tmp_path / "task")
     assert task.files == {".": tmp_path / "task" / "environment"}
@@ -190,50 +166,39 @@ def test_variables_come_from_the_environment(tmp_path, monkeypatch):
         load(tmp_path, toml='[verifier.env]\nA = "${UNSET_ONE}"\n')
 
 
-def test_older_sizes_are_read_a_canary_is_not_shown_and_the_name_must_be_an_id(tmp_path):
+def test_older_sizes_are_read(tmp_path):
     sizes = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'
-    task = load(
-        tmp_path,
-        toml=sizes,
-        instruction="<!-- harbor-canary GUID x -->\n# canary y\n\n# Title\nDo it.\n",
-    )
-    assert (task.limits.memory_gib, task.limits.disk_gib, task.instruction) == (
-        2,
-        0.5,
-        "# Title\nDo it.",
-    )
+    limits = load(tmp_path, toml=sizes).limits
+    assert (limits.memory_gib, limits.disk_gib) == (2, 0.5)
+
+
+def test_a_canary_is_not_shown_and_the_name_must_be_an_id(tmp_path):
+    canary = "<!-- harbor-canary GUID x -->\n# canary y\n\n# Title\nDo it.\n"
+    assert load(tmp_path, instruction=canary).instruction == "# Title\nDo it."
     with pytest.raises(InputError, match="with space: 'id' is 'with space'"):
         load_tasks(write_task(tmp_path / "with space"))
 
 
 ALLOWLIST = 'network_mode = "allowlist"\nallowed_hosts = ["a.org", "*.b.org", "::1"]'
+ALLOWED = ["a.org:*", "*.b.org:*", "[::1]:*"]
+PUBLIC = 'network_mode = "public"'
+NONE = 'network_mode = "no-network"'
+ALL = ["*:*"]
 
 
 @pytest.mark.parametrize(
     ("toml", "agents", "judges"),
     [
         ("", None, []),
-        ('[environment]\nnetwork_mode = "public"', ["*:*"], ["*:*"]),
-        ('[environment]\nnetwork_mode = "no-network"', [], []),
-        (
-            f"[environment]\n{ALLOWLIST}",
-            ["a.org:*", "*.b.org:*", "[::1]:*"],
-            ["a.org:*", "*.b.org:*", "[::1]:*"],
-        ),
-        (f"[agent]\n{ALLOWLIST}", ["a.org:*", "*.b.org:*", "[::1]:*"], []),
-        (
-            '[environment]\nnetwork_mode = "no-network"\n[verifier]\nnetwork_mode = "public"',
-            [],
-            ["*:*"],
-        ),
-        (
-            '[environment]\nnetwork_mode = "public"\n[verifier]\nnetwork_mode = "no-network"',
-            ["*:*"],
-            [],
-        ),
-        ("[environment]\nallow_internet = true", ["*:*"], ["*:*"]),
+        (f"[environment]\n{PUBLIC}", ALL, ALL),
+        (f"[environment]\n{NONE}", [], []),
+        (f"[environment]\n{ALLOWLIST}", ALLOWED, ALLOWED),
+        (f"[agent]\n{ALLOWLIST}", ALLOWED, []),
+        (f"[environment]\n{NONE}\n[verifier]\n{PUBLIC}", [], ALL),
+        (f"[environment]\n{PUBLIC}\n[verifier]\n{NONE}", ALL, []),
+        ("[environment]\nallow_internet = true", ALL, ALL),
         ("[environment]\nallow_internet = false", [], []),
-        ('[environment]\nallow_internet = true\nnetwork_mode = "no-network"', [], []),
+        (f"[environment]\nallow_internet = true\n{NONE}", [], []),
     ],
 )
 def test_network_policies_are_the_hosts_of_the_session_and_of_its_judge(
@@ -243,17 +208,14 @@ def test_network_policies_are_the_hosts_of_the_session_and_of_its_judge(
     assert (task.allow, task.effective_judge.allow, task.needs_network) == (agents, judges, None)
 
 
+RANGE = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["10.0.0.0/8"]'
+
+
 @pytest.mark.parametrize(
     ("toml", "why"),
     [
-        (
-            '[agent]\nallowed_hosts = ["a.org"]',
-            "'allowed_hosts' needs 'network_mode' = \"allowlist\"",
-        ),
-        (
-            '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["10.0.0.0/8"]',
-            "no ranges of addresses",
-        ),
+        ('[agent]\nallowed_hosts = ["a.org"]', "'allowed_hosts' needs 'network_mode' = \"allow"),
+        (RANGE, "no ranges of addresses"),
     ],
 )
 def test_a_network_policy_that_cannot_be_had_is_refused(tmp_path, toml, why):
@@ -261,18 +223,21 @@ def test_a_network_policy_that_cannot_be_had_is_refused(tmp_path, toml, why):
         load(tmp_path, toml=toml)
 
 
-DOWNLOADS = (
-    "apt-get update|curl -LsSf https://x > x|if uvx pytest; then|pip install pytest|python -m pip"
-    " install x"
-)
+DOWNLOADS = [
+    "apt-get update",
+    "curl -LsSf https://x > x",
+    "if uvx pytest; then",
+    "pip install pytest",
+    "python -m pip install x",
+]
 
 
-@pytest.mark.parametrize("line", DOWNLOADS.split("|"))
+@pytest.mark.parametrize("line", DOWNLOADS)
 def test_tests_that_download_need_a_network(tmp_path, line):
     task = load(tmp_path, test=f"#!/bin/bash\n# apt-get is not here\n{line}\n")
     assert task.needs_network == f"{tmp_path / 'task' / 'tests' / 'test.sh'}, line 3: {line}"
-    public = '[verifier]\nnetwork_mode = "public"'
-    assert load(tmp_path, test=f"#!/bin/bash\n\n{line}\n", toml=public).needs_network is None
+    public = load(tmp_path, test=f"#!/bin/bash\n\n{line}\n", toml=f"[verifier]\n{PUBLIC}")
+    assert public.needs_network is None
 
 
 @pytest.mark.parametrize(
@@ -304,15 +269,19 @@ def test_what_rolltap_does_not_have_is_refused_by_its_key(tmp_path, toml, messag
         load(tmp_path, toml=toml)
 
 
-def test_files_that_rolltap_cannot_use_are_refused(tmp_path):
-    separate = '[verifier]\nenvironment_mode = "separate"'
-    files = {
-        "environment/docker-compose.yaml": "",
-        "trajectory.json": "",
-        "tests/Dockerfile": separate,
-    }
-    for name, toml in files.items():
-        folder = write_task(tmp_path / name.replace("/", "-"), toml=toml)
-        (folder / name).touch()
-        with pytest.raises(InputError, match=f"{name}: rolltap cannot use it"):
-            load_tasks(folder)
+SEPARATE = '[verifier]\nenvironment_mode = "separate"'
+
+
+@pytest.mark.parametrize(
+    ("name", "toml"),
+    [
+        ("environment/docker-compose.yaml", ""),
+        ("trajectory.json", ""),
+        ("tests/Dockerfile", SEPARATE),
+    ],
+)
+def test_files_that_rolltap_cannot_use_are_refused(tmp_path, name, toml):
+    folder = write_task(tmp_path / "task", toml=toml)
+    (folder / name).touch()
+    with pytest.raises(InputError, match=f"{name}: rolltap cannot use it"):
+        load_tasks(folder)
