@@ -13,5 +13,5 @@ def test_each_tool_call_of_a_reply_has_an_id_of_its_own():
     for call_id in ("a", "b"):
         reply = Reply(tool_calls=[ToolCall("", "look", "{}") for _ in range(3)])
         reply.issue(call_id)
-        ids |= {call.id for call in reply.tool_calls}
+        ids.update(call.id for call in reply.tool_calls)
     assert len(ids) == 6

@@ -13,6 +13,10 @@ def result(tool_call_id, **fields):
     return {"role": "tool", "content": "x", "tool_call_id": tool_call_id, **fields}
 
 
+def names(messages):
+    return [message.get("name") for message in messages]
+
+
 def test_the_last_call_of_an_id_before_the_result_decides_and_not_the_name_that_the_result_came_with():
     conversation = [
         result("c"),
@@ -21,35 +25,24 @@ def test_the_last_call_of_an_id_before_the_result_decides_and_not_the_name_that_
         called("c", "go"),
         result("c", name="other"),
     ]
-    assert [message.get("name") for message in name_results(conversation)] == [
-        None,
-        None,
-        "look",
-        None,
-        "go",
-    ]
+    assert names(name_results(conversation)) == [None, None, "look", None, "go"]
 
 
 @pytest.mark.parametrize("tool_call_id", ["c9", ""])
 def test_a_result_of_an_unknown_call_has_no_name_but_its_own(tool_call_id):
-    conversation = [
-        called("c", "look"),
-        called("", "go"),
-        result(tool_call_id),
-        result(tool_call_id, name="wire"),
-    ]
-    assert [message.get("name") for message in name_results(conversation)[2:]] == [None, "wire"]
+    results = [result(tool_call_id), result(tool_call_id, name="wire")]
+    named = name_results([called("c", "look"), called("", "go"), *results])
+    assert names(named[2:]) == [None, "wire"]
 
 
 def test_a_known_part_keeps_its_messages_in_a_request_with_other_calls_before_it():
     known = Part([result("c")])
-    looks, goes = (name_parts([Part([called("c", name)]), known]) for name in ("look", "go"))
-    assert [parts[-1].messages[0].get("name") for parts in (looks, goes, [known])] == [
-        "look",
-        "go",
-        None,
-    ]
-    assert all(part is again for part, again in zip(looks, name_parts(looks), strict=True))
+    looks = name_parts([Part([called("c", "look")]), known])
+    goes = name_parts([Part([called("c", "go")]), known])
+    for parts, name in ((looks, "look"), (goes, "go"), ([known], None)):
+        assert names(parts[-1].messages) == [name]
+    for part, again in zip(looks, name_parts(looks), strict=True):
+        assert part is again
 
 
 def test_a_sampled_name_of_any_length_is_read_but_not_repeated_in_each_result():
@@ -57,4 +50,4 @@ def test_a_sampled_name_of_any_length_is_read_but_not_repeated_in_each_result():
     results = [{"role": "tool", "tool_call_id": "c", "content": ""}] * 1000
     decoded = CHAT.decode({"messages": [called("c", name), *results]})
     assert decoded.messages[0]["tool_calls"][0]["function"]["name"] == name
-    assert all("name" not in message for message in decoded.messages[1:])
+    assert {*names(decoded.messages[1:])} == {None}

@@ -4,6 +4,7 @@ deep suite."""
 import pytest
 
 from rolltap.addons.dialects.claude_code import normal_arguments
+from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects.apis import GEMINI, MESSAGES, RESPONSES
 from tests.deep import DEEP
 
@@ -11,36 +12,38 @@ MANY = 20_000 if DEEP else 2_000
 
 
 def contents(*turns):
-    return GEMINI.decode(
-        {"contents": [{"role": role, "parts": parts} for role, parts in turns]}
-    ).messages
+    turns = [{"role": role, "parts": parts} for role, parts in turns]
+    return GEMINI.decode({"contents": turns}).messages
+
+
+def names_of(tools):
+    """Return the names under which tools of the Responses API are shown."""
+    call = RESPONSES.decode({"input": "Hi", "tools": tools})
+    return [tool["function"]["name"] for tool in call.tools]
 
 
 def test_many_tools_have_their_own_names():
     names = [f"n{i}" for i in range(MANY)]
-    call = RESPONSES.decode(
-        {"input": "Hi", "tools": [{"type": "function", "name": name} for name in names]}
-    )
-    assert [tool["function"]["name"] for tool in call.tools] == names
+    assert names_of([{"type": "function", "name": name} for name in names]) == names
 
 
 def test_many_tools_that_would_have_the_same_name_have_different_ones():
     parts = ["a"] * 80
-    names = [("__".join(parts[:i]), "__".join(parts[i:])) for i in range(1, len(parts))]
-    tools = [
-        {"type": "namespace", "name": a, "tools": [{"type": "function", "name": b}]}
-        for a, b in names
-    ]
-    call = RESPONSES.decode({"input": "Hi", "tools": tools})
-    assert len({tool["function"]["name"] for tool in call.tools}) == len(tools)
+    tools = []
+    for cut in range(1, len(parts)):
+        tool = {"type": "function", "name": "__".join(parts[cut:])}
+        tools.append({"type": "namespace", "name": "__".join(parts[:cut]), "tools": [tool]})
+    assert len({*names_of(tools)}) == len(tools)
 
 
 @pytest.mark.parametrize("ids", [True, False], ids=["by id", "by name"])
 def test_many_function_responses_find_their_calls(ids):
-    fields = [{"name": "look"} | ({"id": f"c{i}"} if ids else {}) for i in range(MANY)]
-    answers = [{"functionResponse": answer} for answer in (reversed(fields) if ids else fields)]
+    calls = [{"name": "look"} for _ in range(MANY)]
+    if ids:
+        calls = [{"name": "look", "id": f"c{i}"} for i in range(MANY)]
+    answers = [{"functionResponse": call} for call in calls]
     asked, *results = contents(
-        ("model", [{"functionCall": call} for call in fields]), ("user", answers)
+        ("model", [{"functionCall": call} for call in calls]), ("user", answers[::-1])
     )
     answered = [result["tool_call_id"] for result in results]
     assert sorted(answered) == sorted(call["id"] for call in asked["tool_calls"])
@@ -49,10 +52,9 @@ def test_many_function_responses_find_their_calls(ids):
 
 def test_many_pieces_of_one_turn_are_one_text():
     parts = [{"text": "a"}, {"text": "b", "thought": True}] * MANY
-    (whole, _), (split, _) = (
-        contents(("model", parts), ("user", [{"text": "Hi"}])),
-        contents(*(("model", [part]) for part in parts), ("user", [{"text": "Hi"}])),
-    )
+    hi = ("user", [{"text": "Hi"}])
+    whole, _ = contents(("model", parts), hi)
+    split, _ = contents(*[("model", [part]) for part in parts], hi)
     assert whole == split
     assert (len(whole["content"]), len(whole["reasoning_content"])) == (MANY, MANY)
 
@@ -88,9 +90,6 @@ def test_a_long_command_has_its_normal_form(command, normal):
 
 def test_a_tool_of_many_defaults_costs_a_call_the_arguments_that_it_has():
     properties = {f"p{i}": {"default": "x" * 100} for i in range(MANY)}
-    tool = {
-        "type": "function",
-        "function": {"name": "look", "parameters": {"properties": properties}},
-    }
+    tool = function_tool("look", "", {"properties": properties})
     for i in range(MANY):
         assert normal_arguments({f"p{i}": "x" * 100, "q": "y"}, tool) == {"q": "y"}
