@@ -5,18 +5,16 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
 
 from rolltap.addons.errors import EngineError, InputError, RunError
 from rolltap.trainer.engine import publish
-from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
 from tests.conftest import ROOT
-from tests.trainer.engine.acting import acting, agreed
+from tests.trainer.engine.acting import agreed
 from tests.trainer.training.step.tiny import tiny_model
 
 # peft 0.21 uses a name that transformers 5.23 deprecates
@@ -26,6 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 OTHER = "policy-ffffffff.7.0"
 """The adapter of another training."""
+LOAD = "/v1/load_lora_adapter"
+KINDS = pytest.mark.parametrize("kind", ["checkpoint", "lora"])
 
 
 def version(step, attempt=0):
@@ -36,33 +36,34 @@ def name(step, attempt=0):
     return f"policy-{version(step, attempt)}"
 
 
+def disagree(served):
+    raise EngineError("no agreement")
+
+
 @pytest.fixture
 def model():
     return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
 
 
 @pytest.fixture
-def base(tmp_path) -> Path:
+def root(tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
 @pytest.fixture
-def pair(base):
-    with acting(base) as one, acting(base) as two:
-        yield one, two
-
-
-@pytest.fixture
-def start(pair, base, tmp_path):
+def start(engines, root, tmp_path):
     """Return a function that returns a publisher, as a start of the training makes it."""
 
     def start(kind, adapters=2, run="run"):
         (tmp_path / run).mkdir(exist_ok=True)
-        engines = Engines([each.url for each in pair])
-        folder = tmp_path / "published"
         return make_publisher(
-            kind, engines, folder=folder, run=tmp_path / run, base=base, adapters=adapters
+            kind,
+            engines,
+            folder=tmp_path / "published",
+            run=tmp_path / run,
+            base=root,
+            adapters=adapters,
         )
 
     return start
@@ -79,169 +80,206 @@ def policy(tmp_path):
     return lambda: json.loads((tmp_path / "run" / "policy.json").read_text())
 
 
-class TestAdapters:
-    def loaded(self, pair):
-        return [sorted(each.adapters) for each in pair]
+@pytest.fixture
+def loaded(pair):
+    return lambda: [sorted(each.adapters) for each in pair]
 
+
+@pytest.fixture
+def served(pair):
+    return lambda: [each.served for each in pair]
+
+
+@pytest.fixture
+def untouched(pair):
+    """Assert at the end that no engine was asked to change."""
+    yield
+    for each in pair:
+        assert each.served == ("base", "default", False)
+        assert {"/pause", LOAD}.isdisjoint(each.paths)
+
+
+class TestAdapters:
     def test_the_newest_stay_loaded_and_on_the_disk_and_those_of_others_are_left_alone(
-        self, pair, start, model, published, policy
+        self, loaded, start, model, published, policy
     ):
         start("lora", run="one").publish(model, "ffffffff.7.0", agreed)
         publisher = start("lora", adapters=3)
         for step in range(5):
             assert publisher.publish(model, version(step), agreed) == name(step)
-        kept = [name(2), name(3), name(4)]
-        assert self.loaded(pair) == [[*kept, OTHER]] * 2
-        assert published() == [*kept, OTHER]  # two trainings share the folder
+        kept = [name(2), name(3), name(4), OTHER]
+        assert loaded() == [kept, kept]
+        assert published() == kept  # two trainings share the folder
         assert policy() == {"model": name(4), "version": version(4)}
 
     def test_engines_that_do_not_agree_or_refuse_unload_it_and_the_policy_is_the_previous_one(
-        self, pair, start, model, policy
+        self, pair, loaded, start, model, policy
     ):
-        def disagree(served):
-            assert self.loaded(pair) == [[name(0), served]] * 2
-            assert policy() == {"model": name(0), "version": version(0)}
-            raise EngineError("no agreement")
+        def look_and_disagree(served):
+            assert loaded() == [[name(0), served]] * 2
+            assert policy() == before
+            disagree(served)
 
+        before = {"model": name(0), "version": version(0)}
         publisher = start("lora")
         publisher.publish(model, version(0), agreed)
         with pytest.raises(EngineError, match="no agreement"):
-            publisher.publish(model, version(1), disagree)
-        assert self.loaded(pair) == [[name(0)]] * 2
-        assert policy() == {"model": name(0), "version": version(0)}
-        pair[1].refuses["/v1/load_lora_adapter"] = 1
-        with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
+            publisher.publish(model, version(1), look_and_disagree)
+        assert loaded() == [[name(0)]] * 2
+        pair[1].refuses[LOAD] = 1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}{LOAD}: 500"):
             publisher.publish(model, version(1), agreed)
-        assert self.loaded(pair) == [[name(0)]] * 2
-        assert policy() == {"model": name(0), "version": version(0)}
+        assert loaded() == [[name(0)]] * 2
+        assert policy() == before
 
     def test_an_old_adapter_that_cannot_be_unloaded_is_unloaded_at_the_next_publication(
-        self, pair, start, model, policy, caplog
+        self, pair, loaded, start, model, policy, caplog
     ):
         publisher = start("lora")
         for step in range(4):
             pair[1].refuses["/v1/unload_lora_adapter"] = int(step == 2)
             publisher.publish(model, version(step), agreed)
             assert policy()["model"] == name(step)
-        assert self.loaded(pair) == [[name(2), name(3)]] * 2
+        assert loaded() == [[name(2), name(3)]] * 2
         assert f"stay loaded: POST {pair[1].url}/v1/unload_lora_adapter: 500" in caplog.text
 
     def test_an_engine_that_was_started_again_gets_the_adapters_that_sessions_keep(
-        self, pair, start, model
+        self, pair, loaded, start, model
     ):
         publisher = start("lora", adapters=3)
-        publisher.publish(model, version(0), agreed)
-        publisher.publish(model, version(1), agreed)
-        pair[0].start()
-        publisher.publish(model, version(2), agreed)
-        assert self.loaded(pair) == [[name(0), name(1), name(2)]] * 2
+        for step in range(3):
+            pair[0].start()
+            publisher.publish(model, version(step), agreed)
+        assert loaded() == [[name(0), name(1), name(2)]] * 2
 
     def test_a_start_after_a_kill_replaces_what_the_earlier_start_left(
-        self, pair, start, model, tmp_path, published
+        self, loaded, start, model, tmp_path, published
     ):
         start("lora").publish(model, version(3), agreed)
         (tmp_path / "published" / f".{name(4)}.partial").mkdir()
         start("lora").publish(model, version(3, attempt=1), agreed)
-        assert self.loaded(pair) == [[name(3, attempt=1)]] * 2
-        assert published() == [name(3, attempt=1)]
+        again = name(3, attempt=1)
+        assert loaded() == [[again]] * 2
+        assert published() == [again]
+
+    def test_they_are_saved_by_the_names_of_the_base(self, start, root, model, monkeypatch):
+        saved = []
+
+        def save(model, folder, base):
+            saved.append(base)
+
+        monkeypatch.setattr(publish, "save_adapter", save)
+        start("lora").publish(model, version(1), agreed)
+        assert saved == [root]
 
 
 class TestCheckpoints:
-    def served(self, pair):
-        return [(each.weights, each.version, each.paused) for each in pair]
-
     def test_the_published_checkpoint_and_no_other_is_on_the_disk(
-        self, pair, start, published, policy
+        self, served, start, published, policy
     ):
         publisher = start("checkpoint")
         for step in range(3):
             assert publisher.publish(tiny_model(), version(step), agreed) is None
-            assert self.served(pair) == [(name(step), version(step), False)] * 2
+            assert served() == [(name(step), version(step), False)] * 2
             assert published() == [name(step)]
             assert policy() == {"model": None, "version": version(step)}
 
     @pytest.mark.parametrize(
-        "step", ["/pause", "/collective_rpc", "/update_weight_version", "/resume", None]
+        "step",
+        [
+            "/pause",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
+            None,
+        ],
     )
     def test_when_one_engine_refuses_or_they_do_not_agree_all_serve_the_previous_checkpoint(
-        self, pair, start, policy, step, monkeypatch
+        self, pair, served, start, policy, step
     ):
-        def disagree(served):
-            assert (served, self.served(pair)) == (None, [(name(1), version(1), False)] * 2)
+        def look_and_disagree(adapter):
+            assert adapter is None
+            assert served() == [(name(1), version(1), False)] * 2
             assert policy()["version"] == version(0)
-            raise EngineError("no agreement")
+            disagree(adapter)
 
-        monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: False)
         publisher = start("checkpoint")
         publisher.publish(tiny_model(), version(0), agreed)
-        pair[1].refuses |= {step: 1}
+        pair[1].refuses[step] = 1
         why = rf"{pair[1].url}{step}\S*: 500 .*" if step else "no agreement; "
         with pytest.raises(EngineError, match=rf"{why}all engines serve the weights {version(0)}"):
-            publisher.publish(tiny_model(), version(1), disagree)
-        assert self.served(pair) == [(name(0), version(0), False)] * 2
+            publisher.publish(tiny_model(), version(1), look_and_disagree)
+        assert served() == [(name(0), version(0), False)] * 2
         assert policy() == {"model": None, "version": version(0)}
         publisher.publish(tiny_model(), version(1), agreed)  # nothing is left of the failure
-        assert self.served(pair) == [(name(1), version(1), False)] * 2
+        assert served() == [(name(1), version(1), False)] * 2
 
-    def test_a_policy_file_that_cannot_be_written_goes_back_too(self, pair, start, tmp_path):
+    def test_a_policy_file_that_cannot_be_written_goes_back_too(self, served, start, tmp_path):
         publisher = start("checkpoint")
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(RunError, match=r"run/policy\.json could not be written"):
             publisher.publish(tiny_model(), version(1), agreed)
-        assert self.served(pair) == [("base", version(0), False)] * 2
+        assert served() == [("base", version(0), False)] * 2
 
-    def test_adapters_are_unloaded_and_named_because_their_base_is_gone(self, pair, start, caplog):
-        pair[0].adapters |= {OTHER: "/other", "judge": "/judge"}
+    def test_adapters_are_unloaded_and_named_because_their_base_is_gone(
+        self, pair, loaded, start, caplog
+    ):
+        pair[0].adapters = {OTHER: "/other", "judge": "/judge"}
         start("checkpoint").publish(tiny_model(), version(1), agreed)
-        assert [each.adapters for each in pair] == [{}, {}]
-        assert (
-            f"{pair[0].url}: the adapter judge was unloaded: it was made for other weights"
-            in caplog.text
-        )
+        assert loaded() == [[], []]
+        why = "the adapter judge was unloaded: it was made for other weights"
+        assert f"{pair[0].url}: {why}" in caplog.text
 
     def test_when_the_first_publication_is_refused_all_serve_the_base_model(
-        self, pair, start, tmp_path, monkeypatch
+        self, pair, served, start, tmp_path
     ):
-        monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: False)
         pair[0].refuses["/collective_rpc"] = 1
-        with pytest.raises(
-            EngineError, match=rf"all engines serve the weights {version(0, attempt=4)}"
-        ):
+        base = version(0, attempt=4)
+        with pytest.raises(EngineError, match=f"all engines serve the weights {base}"):
             start("checkpoint").publish(tiny_model(), version(9, attempt=4), agreed)
-        assert self.served(pair) == [("base", version(0, attempt=4), False)] * 2
+        assert served() == [("base", base, False)] * 2
         assert not (tmp_path / "run" / "policy.json").exists()
 
     def test_checkpoints_of_a_killed_start_are_removed_before_one_is_saved(
-        self, pair, start, tmp_path, published, monkeypatch
+        self, start, tmp_path, published, monkeypatch
     ):
+        before = []
+        save = publish.save_weights
+
+        def noted(*args):
+            before.extend(published())
+            save(*args)
+
         for left in (name(3), f".{name(4)}.partial", OTHER):
             (tmp_path / "published" / left).mkdir(parents=True)
-        save, before = publish.save_weights, []
-        monkeypatch.setattr(
-            publish, "save_weights", lambda *args: (before.extend(published()), save(*args))
-        )
+        monkeypatch.setattr(publish, "save_weights", noted)
         start("checkpoint").publish(tiny_model(), version(3, attempt=1), agreed)
-        assert before == [f".{name(3, attempt=1)}.partial", OTHER]
-        assert published() == [name(3, attempt=1), OTHER]
+        again = name(3, attempt=1)
+        assert before == [f".{again}.partial", OTHER]
+        assert published() == [again, OTHER]
 
     def test_a_folder_without_room_for_two_checkpoints_is_refused_at_the_start(
-        self, start, base, monkeypatch
+        self, start, tmp_path, monkeypatch
     ):
-        size = 2 * sum(
-            weight.numel() for weight in tiny_model().state_dict().values()
-        )  # in 16 bits
-        usage = shutil.disk_usage(base)
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2 * size))
+        usage = shutil.disk_usage(tmp_path)
+        size = 2 * sum(weight.numel() for weight in tiny_model().parameters())  # in 16 bits
+
+        def leave(free):
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=free))
+
+        leave(2 * size)
         start("checkpoint").publish(tiny_model(), version(0), agreed)
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size // 2))
+        leave(size // 2)
         start("checkpoint")  # the checkpoint of the earlier start makes room
-        shutil.rmtree(base.parent / "published")
+        shutil.rmtree(tmp_path / "published")
         with pytest.raises(RunError, match=r"published has 0\.0 GiB .* \(docker run --shm-size"):
             start("checkpoint")
 
+    @pytest.mark.usefixtures("untouched")
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
     def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(
-        self, pair, start, monkeypatch, missing
+        self, start, monkeypatch, missing
     ):
         save = publish.save_weights
 
@@ -250,54 +288,49 @@ class TestCheckpoints:
             (folder / missing).unlink()
 
         monkeypatch.setattr(publish, "save_weights", save_in_part)
-        with pytest.raises(
-            InputError, match=r"needs config.json and \*.safetensors; the engines are unchanged"
-        ):
+        message = r"needs config.json and \*.safetensors; the engines are unchanged"
+        with pytest.raises(InputError, match=message):
             start("checkpoint").publish(tiny_model(), version(1), agreed)
-        assert self.served(pair) == [("base", "default", False)] * 2
-        assert "/pause" not in pair[0].paths
 
+    @pytest.mark.usefixtures("untouched")
     def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(
-        self, pair, start, monkeypatch
+        self, pair, start
     ):
         model = tiny_model()
         model.config.tie_word_embeddings = True
-        monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: True)
-        with pytest.raises(
-            InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"
-        ):
+        pair[1].answers["/collective_rpc"] = {"results": ["backend=CPU"]}
+        untie = r"untie them before the engine is started .* or publish LoRA adapters"
+        with pytest.raises(InputError, match=untie):
             start("checkpoint").publish(model, version(1), agreed)
-        with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
-            start("lora").publish(model, version(0), agreed)
-        assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths}
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "lora"])
-def test_an_engine_that_was_stolen_is_not_published_to(kind, pair, base, model, tmp_path):
-    engines = Engines([each.url for each in pair])
-    publisher = make_publisher(
-        kind, engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2
-    )
+@pytest.mark.usefixtures("untouched")
+def test_a_full_model_is_not_published_as_an_adapter(start):
+    with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
+        start("lora").publish(tiny_model(), version(0), agreed)
+
+
+@KINDS
+@pytest.mark.usefixtures("untouched")
+def test_an_engine_that_was_stolen_is_not_published_to(kind, pair, engines, start, model):
+    publisher = start(kind)
     with (
         engines.claimed("1a2b3c4d", "here"),
         Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
         pytest.raises(EngineError, match=r"ffffffff \(there\)"),
     ):
         publisher.publish(model, version(0), agreed)
-    served = [(each.weights, each.version, each.paused, each.adapters) for each in pair]
-    assert served == [("base", "default", False, {})] * 2
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "lora"])
+@KINDS
+@pytest.mark.usefixtures("untouched")
 def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(
-    kind, pair, start, model, tmp_path
+    kind, start, model, tmp_path
 ):
     (tmp_path / "published").write_text("a file")
-    with pytest.raises(
-        RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"
-    ):
+    message = rf"published/{name(1)} could not be written: .*the engines are unchanged"
+    with pytest.raises(RunError, match=message):
         start(kind).publish(model, version(1), agreed)
-    assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths, *pair[1].paths}
 
 
 FULL = """
@@ -316,26 +349,11 @@ except RunError as error:
 """
 
 
-def test_a_full_memory_file_system_is_an_error_that_names_it(base, tmp_path, small_disk):
-    (tmp_path / "shm").mkdir()
-    command = [
-        *small_disk("16k", tmp_path / "shm"),
-        sys.executable,
-        "-c",
-        FULL,
-        base,
-        tmp_path / "shm",
-    ]
-    printed = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT
-    ).stdout
-    assert f"{tmp_path}/shm/policy could not be written" in printed
-    assert "No space left on device" in printed
-    assert "the engines are unchanged" in printed
-
-
-def test_adapters_are_saved_by_the_names_of_the_base(start, base, model, monkeypatch):
-    saved = []
-    monkeypatch.setattr(publish, "save_adapter", lambda model, folder, base: saved.append(base))
-    start("lora").publish(model, version(1), agreed)
-    assert saved == [base]
+def test_a_full_memory_file_system_is_an_error_that_names_it(root, tmp_path, small_disk):
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    command = [*small_disk("16k", shm), sys.executable, "-c", FULL, root, shm]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    assert f"{shm}/policy could not be written" in run.stdout
+    assert "No space left on device" in run.stdout
+    assert "the engines are unchanged" in run.stdout
