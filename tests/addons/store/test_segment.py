@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import os
+from itertools import chain
 
 import pyarrow as pa
 import pytest
@@ -16,9 +17,8 @@ SCHEMA = pa.schema([("session_id", pa.string()), ("number", pa.int32()), ("text"
 def batch(*numbers, sessions="s", length=10):
     """Return a commit. Row k belongs to the session named by the k-th letter."""
     ids = [sessions[k % len(sessions)] for k in range(len(numbers))]
-    return pa.record_batch(
-        [ids, pa.array(numbers, pa.int32()), ["é" * length] * len(numbers)], schema=SCHEMA
-    )
+    columns = [ids, pa.array(numbers, pa.int32()), ["é" * length] * len(numbers)]
+    return pa.record_batch(columns, schema=SCHEMA)
 
 
 @pytest.fixture
@@ -50,35 +50,38 @@ def numbers_of(rows):
     return rows["number"].to_pylist()
 
 
-def read(path):
-    """Return the numbers in a file, and its damage."""
+def read(path, schema=None):
+    """Return the numbers in each commit of a file, and the reader that has read them."""
+    with SegmentReader(path, schema) as reader:
+        return [numbers_of(rows) for _, rows in reader], reader
+
+
+def offsets_of(path):
     with SegmentReader(path) as reader:
-        return [number for _, rows in reader for number in numbers_of(rows)], reader.damage
+        return [offset for offset, _ in reader]
 
 
 def test_a_file_without_the_later_columns_has_no_values_there_and_one_without_others_is_damaged(
     path,
 ):
-    later = sorted(LATER_COLUMNS)[0]
-    table = pa.schema([*SCHEMA, (later, pa.float64()), ("last", pa.string())])
-    earlier = pa.schema([*SCHEMA, ("last", pa.string())])
-    old = Segment(path, earlier)
-    for number, last in ((1, "a"), (2, "b")):
-        old.append(batch(number).append_column("last", pa.array([last])))
+    later = pa.field(sorted(LATER_COLUMNS)[0], pa.float64())
+    last = pa.field("last", pa.string())
+    old = Segment(path, SCHEMA.append(last))
+    for number in (1, 2):
+        old.append(batch(number).append_column(last, pa.array(["a"])))
     old.close()
+    table = SCHEMA.append(later).append(last)
     for _ in ("as it was written", "compacted"):
         with SegmentReader(path, table) as reader:
             rows = pa.Table.from_batches([rows for _, rows in reader])
         assert rows.schema.names == table.names
-        assert (numbers_of(rows), rows[later].null_count, rows["last"].to_pylist()) == (
-            [1, 2],
-            2,
-            ["a", "b"],
-        )
+        assert numbers_of(rows) == [1, 2]
+        assert rows[later.name].null_count == 2
+        assert rows["last"].to_pylist() == ["a", "a"]
         compact(path)
-    with SegmentReader(path, pa.schema([*table, ("more", pa.string())])) as reader:
-        assert [*reader] == []
-        assert "does not have the columns of its table" in reader.damage[0]
+    found, reader = read(path, table.append(pa.field("more", pa.string())))
+    assert found == []
+    assert "does not have the columns of its table" in reader.damage[0]
 
 
 def lock(path):
@@ -97,92 +100,76 @@ def every_write(monkeypatch):
     """Split writes into pieces of at most 300 bytes. Return the list of functions to call after
     each piece."""
     looks = []
-    real = os.pwrite
+    pwrite = os.pwrite
 
-    def pwrite(descriptor, data, offset):
-        written = real(descriptor, data[:300], offset)
+    def pieces(descriptor, data, offset):
+        written = pwrite(descriptor, data[:300], offset)
         for look in looks:
             look()
         return written
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pieces)
     return looks
 
 
 class TestGrowing:
     def test_every_reader_sees_a_commit_whole_or_not_at_all_while_it_is_written(
-        self, path, opened, every_write
+        self, path, opened, every_write, tmp_path
     ):
-        opened.append(batch(0))
         seen = []
+        mapped = []
 
         def look():
-            numbers, damage = read(path)
-            assert damage == {}
-            assert (
-                numbers
-                == read_stream(pa.memory_map(str(path)))
-                == read_stream(pa.OSFile(str(path)))
-            )
+            commits, reader = read(path)
+            numbers = [*chain(*commits)]
+            assert reader.damage == {}
+            assert numbers == read_stream(pa.memory_map(str(path)))
+            assert numbers == read_stream(pa.OSFile(str(path)))
             assert numbers == Dataset.from_file(str(path))["number"][:]
+            if len(seen) < 1:
+                files = {"data_files": str(path), "cache_dir": str(tmp_path / "cache")}
+                assert numbers == load_dataset("arrow", **files)["train"]["number"][:]
             seen.append(numbers)
+            mapped.append(pa.memory_map(str(path)))
 
+        opened.append(batch(0))
         every_write.append(look)
         opened.append(batch(1, 2, length=1000))
         look()
         assert len(seen) > 10
         assert all(numbers == [0] for numbers in seen[:-2])
         assert seen[-1] == [0, 1, 2]
-
-    def test_what_was_mapped_during_a_commit_can_be_read_after_it(self, path, opened, every_write):
-        opened.append(batch(0))
-        mapped = []
-        every_write.append(lambda: mapped.append(pa.memory_map(str(path))))
-        opened.append(batch(1, length=1000))
-        assert len(mapped) > 5
-        assert {tuple(read_stream(source)) for source in mapped} == {(0, 1)}
-
-    def test_load_dataset_reads_a_file_that_grows(self, path, opened, every_write, tmp_path):
-        seen = []
-
-        def look():
-            every_write.clear()
-            folder = str(tmp_path / f"cache{len(seen)}")
-            seen.append(
-                load_dataset("arrow", data_files=str(path), cache_dir=folder)["train"]["number"][:]
-            )
-
-        opened.append(batch(0))
-        every_write.append(look)
-        opened.append(batch(1, length=1000))
-        look()
-        assert seen == [[0], [0, 1]]
+        # what was mapped during a commit can be read after it
+        assert {tuple(read_stream(source)) for source in mapped} == {(0, 1, 2)}
 
     def test_the_file_appears_with_its_first_commit(self, path, opened, every_write):
         assert list(path.parent.iterdir()) == []
-        every_write.append(lambda: visible.append(path.exists()))
         visible = []
+        every_write.append(lambda: visible.append(path.exists()))
         opened.append(batch(0))
+        assert visible
         assert not any(visible)
-        assert read(path) == ([0], {})
+        assert read(path)[0] == [[0]]
         assert list(path.parent.iterdir()) == [path]
 
     @pytest.mark.parametrize("at", range(4))
     def test_a_write_that_fails_leaves_nothing_of_its_commit(self, path, opened, monkeypatch, at):
         opened.append(batch(0))
-        real, offsets, mapped = os.pwrite, [], []
+        pwrite = os.pwrite
+        mapped = []
 
-        def pwrite(descriptor, data, offset):
-            offsets.append(offset)
+        def failing(descriptor, data, offset):
             mapped.append(pa.memory_map(str(path)))
-            if len(offsets) == at + 1:
+            if len(mapped) == at + 1:
                 full()
-            return real(descriptor, data[:2000], offset)
+            return pwrite(descriptor, data[:2000], offset)
 
-        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "pwrite", failing)
         with pytest.raises(OSError, match="No space"):
             opened.append(batch(1, length=3000))
-        assert read(path) == ([0], {})
+        found, reader = read(path)
+        assert found == [[0]]
+        assert reader.damage == {}
         assert path.stat().st_size < opened.size + 100
         assert {tuple(read_stream(source)) for source in mapped} == {(0,)}
 
@@ -196,13 +183,10 @@ class TestGrowing:
 
 class TestReader:
     def test_a_batch_can_be_read_at_the_offset_that_iterating_gave(self, path, three):
+        offsets = offsets_of(path)
         with SegmentReader(path) as reader:
-            offsets = [offset for offset, _ in reader]
-            assert [numbers_of(reader.read(offset)) for offset in reversed(offsets)] == [
-                [2],
-                [1],
-                [0],
-            ]
+            found = [numbers_of(reader.read(offset)) for offset in reversed(offsets)]
+        assert found == [[2], [1], [0]]
 
     def test_the_rows_of_a_session_are_picked_from_a_batch(self):
         mixed = batch(*range(5), sessions="ab")
@@ -213,25 +197,24 @@ class TestReader:
 
 class TestCompact:
     def test_it_keeps_every_row_and_the_order_within_a_session(self, path, opened):
+        """Also rows of events without a session."""
         for number in range(0, 60, 3):
-            opened.append(
-                batch(number, number + 1, number + 2, sessions="abcde"[number % 5 :] + "xyz")
-            )
+            letters = "abcde"[number % 5 :] + "xyz"
+            opened.append(batch(number, number + 1, number + 2, sessions=letters))
+        opened.append(batch(60).set_column(0, "session_id", pa.array([None], pa.string())))
         opened.close()
         before = pa.ipc.open_stream(path.read_bytes()).read_all()
         compact(path)
         after = pa.ipc.open_stream(path.read_bytes()).read_all()
         assert after.schema == before.schema
-        assert after.num_rows == before.num_rows == 60
+        assert after.num_rows == before.num_rows == 61
+        order = [("session_id", "ascending"), ("number", "ascending")]
+        assert after.sort_by(order).equals(before.sort_by(order))
         for session in before["session_id"].unique():
-            rows = [
-                table.filter(pa.compute.equal(table["session_id"], session))
-                for table in (before, after)
-            ]
-            assert rows[0].equals(rows[1])
+            numbers = numbers_of(after.filter(pa.compute.equal(after["session_id"], session)))
+            assert numbers == sorted(numbers)
 
     def test_a_copy_that_lacks_rows_does_not_replace_the_file(self, path, three, monkeypatch):
-        three.close()
         before = path.read_bytes()
         monkeypatch.setattr(segment, "rows_of_session", lambda batch, _: batch.slice(1))
         with pytest.raises(OSError, match="0 of 3 rows were copied"):
@@ -247,20 +230,10 @@ class TestCompact:
             opened.append(batch(number, sessions="ab"[number % 2], length=200))
         opened.close()
         compact(path)
-        with SegmentReader(path) as reader:
-            batches = [rows for _, rows in reader]
-        assert 5 < len(batches) < 15
-        assert all(rows.num_rows <= segment.BATCH_ROWS for rows in batches)
-        ids = [session for rows in batches for session in rows["session_id"].to_pylist()]
-        assert ids == ["a"] * 50 + ["b"] * 50
-
-    def test_events_without_a_session_are_kept(self, path, opened):
-        without = batch(1).set_column(0, "session_id", pa.array([None], pa.string()))
-        for rows in (batch(0), without, batch(2)):
-            opened.append(rows)
-        opened.close()
-        compact(path)
-        assert read(path) == ([0, 2, 1], {})
+        found, _ = read(path)
+        assert 5 < len(found) < 15
+        assert max(map(len, found)) <= segment.BATCH_ROWS
+        assert [*chain(*found)] == [*range(0, 100, 2), *range(1, 100, 2)]
 
     def test_a_reader_of_the_old_file_reads_on(self, path, three):
         with SegmentReader(path) as reader:
@@ -276,9 +249,11 @@ class TestCompact:
         for number in range(commits):
             opened.append(batch(number))
         os.truncate(path, opened.size - lost)
-        before = path.stat().st_ino, path.read_bytes()
+        inode = path.stat().st_ino
+        contents = path.read_bytes()
         compact(path)
-        assert (path.stat().st_ino, path.read_bytes()) == before
+        assert path.stat().st_ino == inode
+        assert path.read_bytes() == contents
 
     @pytest.mark.parametrize("call", ["fsync", "rename"])
     def test_a_failure_leaves_the_file_and_no_other(self, path, three, monkeypatch, call):
@@ -297,16 +272,16 @@ class TestCompact:
         assert theirs.read_bytes() == b"theirs"
 
     def test_the_copy_is_locked_until_it_has_the_name(self, path, three, monkeypatch):
-        real = os.rename
+        rename = os.rename
 
-        def rename(source, target):
+        def locked(source, target):
             with pytest.raises(BlockingIOError):
                 lock(source)
-            real(source, target)
+            rename(source, target)
 
-        monkeypatch.setattr(os, "rename", rename)
+        monkeypatch.setattr(os, "rename", locked)
         compact(path)
-        assert read(path) == ([0, 1, 2], {})
+        assert read(path)[0] == [[0, 1, 2]]
 
 
 class TestLostEnd:
@@ -320,29 +295,22 @@ class TestLostEnd:
         compact(path)
         return path
 
-    @pytest.fixture
-    def offsets(self, compacted):
-        with SegmentReader(compacted) as reader:
-            return [offset for offset, _ in reader]
-
-    def test_wherever_it_is_cut_its_lost_rows_are_damage(self, compacted, offsets):
+    @pytest.mark.parametrize("zeros", [False, True], ids=["cut", "zeros"])
+    def test_wherever_its_end_is_lost_the_rows_are_damage(self, compacted, zeros):
         whole = compacted.read_bytes()
-        for size in range(len(whole) + 1):
-            compacted.write_bytes(whole[:size])
-            numbers, damage = read(compacted)
-            assert numbers == [0, 1, 2][: len(numbers)]
-            assert len(numbers) == 3 or damage, size
+        offsets = offsets_of(compacted)
+        sizes = offsets if zeros else range(len(whole) + 1)
+        for size in sizes:
+            tail = bytes(len(whole) - size) if zeros else b""
+            compacted.write_bytes(whole[:size] + tail)
+            found, reader = read(compacted)
+            assert found == [[0], [1], [2]][: len(found)]
+            assert len(found) == 3 or reader.damage, size
             if size in offsets:
-                assert damage == {size: f"it lost its end: {len(numbers)} of its 3 rows are left"}
-
-    def test_an_end_that_became_zeros_is_damage_and_no_uncommitted_tail(self, compacted, offsets):
-        whole = compacted.read_bytes()
-        for number, offset in enumerate(offsets):
-            compacted.write_bytes(whole[:offset] + bytes(len(whole) - offset))
-            with SegmentReader(compacted) as reader:
-                assert [numbers_of(rows) for _, rows in reader] == [[0], [1], [2]][:number]
-            assert reader.damage == {offset: f"it lost its end: {number} of its 3 rows are left"}
-            assert reader.uncommitted == 0
+                assert len(found) == offsets.index(size)
+                why = f"it lost its end: {len(found)} of its 3 rows are left"
+                assert reader.damage == {size: why}
+                assert reader.uncommitted == 0
 
     def test_a_missing_end_marker_and_a_number_of_rows_that_cannot_be_read_are_no_damage(
         self, compacted
@@ -351,11 +319,14 @@ class TestLostEnd:
         place = data.rindex(b"3\0", 0, data.index(b"rolltap.rows"))
         for changed in (data[:-8], data[:place] + b"?" + data[place + 1 :]):
             compacted.write_bytes(changed)
-            assert read(compacted) == ([0, 1, 2], {})
+            found, reader = read(compacted)
+            assert found == [[0], [1], [2]]
+            assert reader.damage == {}
 
-    def test_a_reader_that_goes_on_from_its_end_finds_no_damage(self, compacted, offsets):
+    def test_a_reader_that_goes_on_from_its_end_finds_no_damage(self, compacted):
+        last = offsets_of(compacted)[2]
         with SegmentReader(compacted) as reader:
-            assert [numbers_of(rows) for _, rows in reader.batches_from(offsets[2])] == [[2]]
+            assert [numbers_of(rows) for _, rows in reader.batches_from(last)] == [[2]]
             assert list(reader.batches_from(reader.end)) == []
         assert reader.damage == {}
 
