@@ -10,6 +10,7 @@ outcome than `completed`.
 """
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -19,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 import rolltap
-from tests.bench.frame import Rows, command, model_option
-from tests.bench.processes import Engine
-from tests.bench.service import GROUP, cpu_seconds
-from tests.bench.soak import LENGTHS, PACE
+from tests.bench.frame import Rows, command, milliseconds, model_option
+from tests.bench.soak import paced_engine
 
+GROUP = 8
+"""Sessions of a group."""
+JUDGE = ["test", "-s", "answer.txt"]
 SLEEP_SECONDS = 0.005
-_ASK = """curl -sSNf -o answer.txt -H 'content-type: application/json' -d \
-'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "turn %d"}]}' \
-https://api.openai.com/v1/chat/completions"""
 # The process keeps its figures until the end, because it would stop in `print` once the pipe is
 # full.
 _BESIDE = f"""
@@ -46,15 +44,33 @@ print(*late)
 """
 
 
-async def measure_lag(samples: list[float]) -> None:
-    while True:
-        before = time.monotonic()
-        await asyncio.sleep(SLEEP_SECONDS)
-        samples.append(time.monotonic() - before - SLEEP_SECONDS)
+def ask_in_turns(turns: int, *, stream: bool) -> str:
+    """Return a script of sh that asks the model with curl so many times."""
+    lines = ["set -e"]
+    for turn in range(turns):
+        messages = [{"role": "user", "content": f"turn {turn}"}]
+        body = json.dumps({"model": "m", "stream": stream, "messages": messages})
+        options = f"-sSNf -o answer.txt -H 'content-type: application/json' -d '{body}'"
+        lines.append(f"curl {options} https://api.openai.com/v1/chat/completions")
+    return "\n".join(lines)
+
+
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """Return the CPU seconds of a process, and of the children that it has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system, of_children, system_of_children = map(int, fields[11:15])
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (user + system) / ticks, (of_children + system_of_children) / ticks
 
 
 async def roll_out(lags: list[float], **how: Any) -> rolltap.Run:
-    measuring = asyncio.create_task(measure_lag(lags))
+    async def measure() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(SLEEP_SECONDS)
+            lags.append(time.monotonic() - before - SLEEP_SECONDS)
+
+    measuring = asyncio.create_task(measure())
     try:
         return await rolltap.rollout_async(**how)
     finally:
@@ -63,23 +79,21 @@ async def roll_out(lags: list[float], **how: Any) -> rolltap.Run:
 
 def load(folder: Path, model: Path, at_once: int, turns: int, runtime: str) -> dict[str, Any]:
     """Run so many sessions at once, which make `turns` calls each."""
-    script = "; ".join(["set -e", *(_ASK % turn for turn in range(turns))])
+    headless = ["-c", ask_in_turns(turns, stream=True)]
     tasks = []
     for number in range(at_once // GROUP):
-        judge = ["test", "-s", "answer.txt"]
-        tasks.append(rolltap.Task(id=f"t{number}", instruction="go", evaluate=judge))
-    settings = {"tokenizer": model, "lengths": LENGTHS, "burst": 0, "pace": PACE}
+        tasks.append(rolltap.Task(id=f"t{number}", instruction="go", evaluate=JUDGE))
     lags: list[float] = []
     beside = [sys.executable, "-c", _BESIDE]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with Engine("model", folder, settings) as engine:
-        before = cpu_seconds(os.getpid())[0]
+    with paced_engine(folder, model) as engine:
+        before, _ = cpu_seconds(os.getpid())
         began = time.monotonic()
         with subprocess.Popen(beside, text=True, **pipes) as idle:
             rolling = roll_out(
                 lags,
                 tasks=tasks,
-                harness=rolltap.Harness(name="curl", program="sh", headless=["-c", script]),
+                harness=rolltap.Harness(name="curl", program="sh", headless=headless),
                 engine=engine.url,
                 model=model,
                 out=folder / "run",
@@ -89,32 +103,26 @@ def load(folder: Path, model: Path, at_once: int, turns: int, runtime: str) -> d
                 runtime=runtime,
                 progress=False,
             )
-            run = asyncio.run(rolling)
+            sessions = asyncio.run(rolling).sessions()
             taken = time.monotonic() - began
-            cost = cpu_seconds(os.getpid())[0] - before
+            after, _ = cpu_seconds(os.getpid())
             others, _ = idle.communicate()
-    sessions = run.sessions()
-    row: dict[str, Any] = {
+    return {
         "sessions": len(sessions),
         "calls": len(sessions) * turns,
         "seconds": taken,
+        "driver CPU ms a session": 1e3 * (after - before) / len(sessions),
+        **milliseconds("loop lag", lags),
+        **milliseconds("a process beside it", [float(late) for late in others.split()]),
+        "load average": os.getloadavg()[0],
+        "wrong": sum(session.status != "completed" for session in sessions),
     }
-    row["driver CPU ms a session"] = 1e3 * cost / len(sessions)
-    for name, samples in (
-        ("loop lag", lags),
-        ("a process beside it", list(map(float, others.split()))),
-    ):
-        p50, p90, p99 = 1e3 * np.percentile(samples, [50, 90, 99])
-        row |= {f"{name} ms": float(p50), f"{name} p90": float(p90), f"{name} p99": float(p99)}
-        row[f"{name} worst"] = 1e3 * max(samples)
-    wrong = sum(session.status != "completed" for session in sessions)
-    return row | {"load average": os.getloadavg()[0], "wrong": wrong}
 
 
 @command
-@click.option("--sessions", default=256, show_default=True, help="Sessions that run at once.")
-@click.option("--turns", default=3, show_default=True, help="Calls of a session.")
-@click.option("--runtime", default="sandbox", show_default=True)
+@click.option("--sessions", default=256, help="Sessions that run at once.")
+@click.option("--turns", default=3, help="Calls of a session.")
+@click.option("--runtime", default="sandbox")
 @model_option
 def main(sessions: int, turns: int, runtime: str, model: Path) -> dict[str, Rows]:
     """Run many sessions at once, and measure how late the driver's event loop is."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.harness.programs import Program, fill
+from tests.harness.programs import Action, Program, fill
 
 _COMMANDS = [
     "ls -la",
@@ -41,6 +41,7 @@ _TEXTS = [
     "First `ls`,\n\n* then **more**\n",
     "  ok  ",
 ]
+_ENDS = ["Done.", "  Done: naïve café 🎉\n", "Done.\n\n* one\n* two"]
 _GAPS = ["", "", " ", "  ", "\n  ", "\t"]
 _WORDS = [
     "the",
@@ -63,47 +64,42 @@ _WORDS = [
 def replies(program: Program, rng: random.Random, cwd: str) -> list[str]:
     """Return the model's replies in one session: four to eight, of which the last ends the
     session."""
-    turns = [_turn(program, rng, n, cwd) for n in range(1, rng.randint(4, 8))]
+    turns = []
+    for n in range(1, rng.randint(4, 8)):
+        if program.texts:
+            said = rng.choice(program.texts).format(n=n)
+            turns.append(_thinking(rng) + rng.choice(_TEXTS) + said)
+        else:
+            turns.append(_reply(_calls(program, rng, n, cwd), rng))
     if program.end is not None:
         return [*turns, _reply([program.end], rng)]
-    return [
-        *turns,
-        _thinking(rng) + rng.choice(["Done.", "  Done: naïve café 🎉\n", "Done.\n\n* one\n* two"]),
-    ]
+    return [*turns, _thinking(rng) + rng.choice(_ENDS)]
 
 
-def _turn(program: Program, rng: random.Random, n: int, cwd: str) -> str:
-    if program.texts:
-        return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(program.texts).format(n=n)
-    return _reply(_calls(program, rng, n, cwd), rng)
-
-
-def _calls(
-    program: Program, rng: random.Random, n: int, cwd: str
-) -> list[tuple[str, dict[str, Any]]]:
+def _calls(program: Program, rng: random.Random, n: int, cwd: str) -> list[Action]:
     """Return one or two tool calls with their arguments filled in."""
     number = 10 * n + rng.randint(1, 9)  # all turns differ: some harnesses detect loops
     chosen = rng.choices(program.actions, k=rng.choice([1, 1, 2]))
-    return [
-        (name, _filled(arguments, rng, n=number + 100 * i, cwd=cwd))
-        for i, (name, arguments) in enumerate(chosen)
-    ]
+    calls = []
+    for i, (name, arguments) in enumerate(chosen):
+        calls.append((name, _filled(arguments, rng, n=number + 100 * i, cwd=cwd)))
+    return calls
 
 
 def _filled(arguments: dict[str, Any], rng: random.Random, **values: object) -> dict[str, Any]:
     def text(word: str) -> str:
-        texts = {"COMMAND": _COMMANDS, "CONTENT": _CONTENTS}.get(word)
-        return (rng.choice(texts) if texts else word).format(**values)
+        texts = {"COMMAND": _COMMANDS, "CONTENT": _CONTENTS}.get(word, [word])
+        return rng.choice(texts).format(**values)
 
-    return {
-        key.removesuffix("?"): fill(value, text)
-        for key, value in arguments.items()
-        if not key.endswith("?") or rng.random() >= 0.5
-    }
+    found = {}
+    for key, value in arguments.items():
+        if not key.endswith("?") or rng.random() >= 0.5:
+            found[key.removesuffix("?")] = fill(value, text)
+    return found
 
 
-def _reply(calls: Sequence[tuple[str, dict[str, Any]]], rng: random.Random) -> str:
-    blocks = []
+def _reply(calls: Sequence[Action], rng: random.Random) -> str:
+    blocks = [""]
     for name, arguments in calls:
         call = [
             f'"name":{rng.choice(_GAPS)}"{name}"',
@@ -111,15 +107,14 @@ def _reply(calls: Sequence[tuple[str, dict[str, Any]]], rng: random.Random) -> s
         ]
         rng.shuffle(call)
         blocks.append(f"<tool_call>\n{{{rng.choice(_GAPS)}{', '.join(call)}}}\n</tool_call>")
-    return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(["\n", "\n\n", ""]).join(["", *blocks])
+    return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(["\n", "\n\n", ""]).join(blocks)
 
 
 def _thinking(rng: random.Random) -> str:
     """Return reasoning: none, empty, short, or some hundreds of tokens."""
-    kind = rng.choice(["none", "empty", "short", "long"])
-    if kind == "none":
+    text = rng.choice([None, "", "I think.", " ".join(rng.choices(_WORDS, k=250))])
+    if text is None:
         return ""
-    text = {"empty": "", "short": "I think.", "long": " ".join(rng.choices(_WORDS, k=250))}[kind]
     return f"<think>\n{text}\n</think>" + rng.choice(["\n\n", "\n", " "])
 
 
@@ -127,21 +122,20 @@ def odd_json(value: Any, rng: random.Random) -> str:
     """Return JSON of `value` with its keys in random order and with unusual spacing, escapes and
     numbers."""
 
-    def gap() -> str:
-        return rng.choice(_GAPS)
+    def gapped(inner: Any) -> str:
+        return rng.choice(_GAPS) + odd_json(inner, rng)
 
     if isinstance(value, dict):
-        keys = rng.sample(list(value), len(value))
-        pairs = (
-            f"{gap()}{odd_json(key, rng)}{gap()}:{gap()}{odd_json(value[key], rng)}" for key in keys
-        )
-        return "{" + ",".join(pairs) + gap() + "}"
+        pairs = []
+        for key in rng.sample(list(value), len(value)):
+            pairs.append(f"{gapped(key)}{rng.choice(_GAPS)}:{gapped(value[key])}")
+        return "{" + ",".join(pairs) + rng.choice(_GAPS) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(gap() + odd_json(inner, rng) for inner in value) + gap() + "]"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return rng.choice([f"{value}", f"{value}.0", f"{value}e0", f'"{value}"'])
+        return "[" + ",".join(map(gapped, value)) + rng.choice(_GAPS) + "]"
     if isinstance(value, bool) and rng.random() < 0.2:
         return f'"{json.dumps(value)}"'
+    if isinstance(value, int) and not isinstance(value, bool):
+        return rng.choice([f"{value}", f"{value}.0", f"{value}e0", f'"{value}"'])
     if rng.random() < 0.5:
         return json.dumps(value)
     text = json.dumps(value, ensure_ascii=False)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import re
-import ssl
 import time
 from dataclasses import dataclass, field
 
@@ -39,15 +38,10 @@ class Client:
     def __init__(self, proxy: Mitmdump, opening: dict, timings: Timings) -> None:
         self._timings = timings
         self._body = {**opening, "messages": list(opening["messages"])}
-        auth = aiohttp.BasicAuth(f"s{next(_sessions)}", "x")
-        self._options = {
-            "proxy": proxy.url,
-            "proxy_auth": auth,
-            "ssl": ssl.create_default_context(cafile=proxy.ca),
-        }
+        self._options = proxy.options(f"s{next(_sessions)}", proxy.context())
 
     async def __aenter__(self):
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         return self
 
     async def __aexit__(self, *_):
@@ -60,18 +54,16 @@ class Client:
             answer = await response.read()
         self._timings.requests.append(time.perf_counter() - started)
         assert response.status == 200, answer
-        self._body["messages"] += [
-            json.loads(answer)["choices"][0]["message"],
-            {"role": "user", "content": "Go on."},
-        ]
+        reply = json.loads(answer)["choices"][0]["message"]
+        self._body["messages"] += [reply, {"role": "user", "content": "Go on."}]
 
     async def streamed(self) -> None:
         """Send the conversation and read the streamed reply. The conversation is not changed."""
         number = next(_numbers)
+        received = b""
         started = time.perf_counter()
         async with self.post({**self._body, "stream": True, "max_tokens": number}) as response:
             self._timings.headers.append(time.perf_counter() - started)
-            received = b""
             async for data in response.content.iter_any():
                 received += data
                 if number not in self._timings.first_deltas and _TEXT.search(received):
@@ -88,29 +80,30 @@ class Client:
 async def play(
     proxy: Mitmdump, opening: dict, *, connections: int, turns: int, paced_seconds: float = 0.0
 ) -> Timings:
-    """Open `connections` sessions and play `turns` requests on each, concurrently. The first
-    request of each session is not measured: no proxy knows its prefix. With `paced_seconds` the
-    replies are streamed and the starts are spread over that time."""
+    """Open `connections` sessions and play `turns` requests on each, concurrently.
+
+    The first request of each session is not measured: no proxy knows its prefix. With
+    `paced_seconds` the replies are streamed and the starts are spread over that time.
+    """
     timings = Timings()
-    clients = [Client(proxy, opening, timings) for _ in range(connections)]
+
+    async def take_turns(client: Client, start: float) -> None:
+        await asyncio.sleep(start)
+        for _ in range(turns):
+            await (client.streamed() if paced_seconds else client.turn())
+
     async with contextlib.AsyncExitStack() as stack:
-        for client in clients:
-            await stack.enter_async_context(client)
+        clients = []
+        for _ in range(connections):
+            client = Client(proxy, opening, timings)
+            clients.append(await stack.enter_async_context(client))
         await asyncio.gather(*(client.turn() for client in clients))
         timings.requests.clear()
-        started, cpu = time.perf_counter(), proxy.cpu_seconds()
-        starts = [paced_seconds * i / connections for i in range(connections)]
-        await asyncio.gather(
-            *(
-                _take_turns(c, turns, s, paced_seconds > 0)
-                for c, s in zip(clients, starts, strict=True)
-            )
-        )
-        timings.wall, timings.cpu = time.perf_counter() - started, proxy.cpu_seconds() - cpu
+        started = time.perf_counter()
+        cpu = proxy.cpu_seconds()
+        async with asyncio.TaskGroup() as group:
+            for number, client in enumerate(clients):
+                group.create_task(take_turns(client, paced_seconds * number / connections))
+        timings.wall = time.perf_counter() - started
+        timings.cpu = proxy.cpu_seconds() - cpu
     return timings
-
-
-async def _take_turns(client: Client, turns: int, start: float, streamed: bool) -> None:
-    await asyncio.sleep(start)
-    for _ in range(turns):
-        await (client.streamed() if streamed else client.turn())

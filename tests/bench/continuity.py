@@ -21,7 +21,6 @@ from typing import Any
 import click
 from transformers import AutoTokenizer
 
-from rolltap.addons.store.records import Call
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group
@@ -40,14 +39,7 @@ _CASE = re.compile(r"case-\d{4}")
 _CWD = re.compile(r"/\S+/rolltap-\w+/workspace")
 
 
-def _task(number: int) -> Task:
-    case = f"case-{number:04}"
-    return Task(
-        id=case, instruction=f"Try the tools in this folder; it is for {case}.", evaluate=["true"]
-    )
-
-
-def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
+def lead(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
     """Return a model that gives the replies of each session in order. The instruction names the
     session."""
     program = PROGRAMS[harness]
@@ -69,9 +61,14 @@ def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
 
 def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    groups = [Group(_task(number), f"g{number}", [f"g{number}-0"]) for number in range(sessions)]
+    groups = []
+    for number in range(sessions):
+        case = f"case-{number:04}"
+        instruction = f"Try the tools in this folder; it is for {case}."
+        task = Task(id=case, instruction=instruction, evaluate=["true"])
+        groups.append(Group(task, f"g{number}", [f"g{number}-0"]))
     with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
-        engine.otherwise = _model(harness.name, tokenizer)
+        engine.otherwise = lead(harness.name, tokenizer)
         options = {"confdir": str(run.parent / "mitmproxy")}
         config = RolloutConfig(concurrency=CONCURRENCY, timeout=TIMEOUT, recorder=options)
         with Worker(config, harness=harness, engine=engine.url, model=model, out=run) as worker:
@@ -79,28 +76,37 @@ def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
 
 
 def count(harness: str, run: Path) -> dict[str, Any]:
-    calls = [call for session in RecordedCalls(run).values() for call in session]
-    kinds = Counter(call.kind for call in calls)
+    kinds: Counter[str] = Counter()
+    roles: Counter[str] = Counter()
+    why: Counter[str] = Counter()
+    with_context = 0
+    for calls in RecordedCalls(run).values():
+        for call in calls:
+            kinds[call.kind] += 1
+            roles[call.role] += 1
+            if call.kind == "rendered":
+                why[first_words(call)] += 1
+            if call.kind == "bridged":
+                # it may continue an older call's reply
+                said = [message["role"] for message in call.parsed_messages]
+                with_context += "assistant" in said
+    sessions = load_sessions(run).values()
     return {
         "harness": harness,
-        "sessions": len(sessions := load_sessions(run)),
-        "completed": sum(session.status == "completed" for session in sessions.values()),
-        "calls": len(calls),
-        **{kind: kinds[kind] for kind in ("root", "bridged", "rendered")},
-        "with context": sum(call.kind == "bridged" and _has_context(call) for call in calls),
-        "roles": dict(Counter(call.role for call in calls)),
-        "why": dict(Counter(first_words(call) for call in calls if call.kind == "rendered")),
+        "sessions": len(sessions),
+        "completed": sum(session.status == "completed" for session in sessions),
+        "calls": kinds.total(),
+        "root": kinds["root"],
+        "bridged": kinds["bridged"],
+        "rendered": kinds["rendered"],
+        "with context": with_context,
+        "roles": roles,
+        "why": why,
     }
 
 
-def _has_context(call: Call) -> bool:
-    """Return True when new messages of a continued call are the assistant's: it may continue an
-    older call's reply."""
-    return any(message["role"] == "assistant" for message in call.parsed_messages)
-
-
 @command
-@click.option("--sessions", default=20, show_default=True, help="Sessions of each harness.")
+@click.option("--sessions", default=20, help="Sessions of each harness.")
 @click.option(
     "--harness", "names", multiple=True, type=click.Choice(Harness.names()), help="Only these."
 )

@@ -43,6 +43,8 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.I)
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
+_FACTS = {"weight_version": "default", "is_paused": False}
+_MODEL = {"id": "bench", "object": "model", "parent": None, "max_model_len": CONTEXT}
 
 
 class Connection(asyncio.Protocol):
@@ -67,28 +69,27 @@ class Connection(asyncio.Protocol):
         size = end + 4 + (int(length[1]) if length else 0)
         if len(self._received) < size:
             return
-        path, body = (
-            bytes(self._received[:end]).split(b" ", 2)[1],
-            bytes(self._received[end + 4 : size]),
-        )
+        path = bytes(self._received[:end]).split(b" ", 2)[1]
+        body = bytes(self._received[end + 4 : size])
         del self._received[:size]
+        self._answer(path, body)
+
+    def _answer(self, path: bytes, body: bytes) -> None:
+        tokenizer = self._engine.tokenizer
         if path == b"/v1/models":
-            model = {"id": "bench", "object": "model", "parent": None, "max_model_len": CONTEXT}
-            self.write(response(orjson.dumps({"data": [model]})))
+            self.write(response({"data": [_MODEL]}))
         elif path == b"/tokenize":
-            ids = self._engine.tokenizer.encode(
-                orjson.loads(body)["prompt"], add_special_tokens=False
-            ).ids
-            self.write(response(orjson.dumps({"count": len(ids), "tokens": ids})))
+            text = orjson.loads(body)["prompt"]
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            self.write(response({"count": len(ids), "tokens": ids}))
         elif path == b"/detokenize":
-            text = self._engine.tokenizer.decode(
-                orjson.loads(body)["tokens"], skip_special_tokens=False
-            )
-            self.write(response(orjson.dumps({"prompt": text})))
+            ids = orjson.loads(body)["tokens"]
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            self.write(response({"prompt": text}))
         elif path in (b"/health", b"/version", b"/server_info", b"/weight_info", b"/is_paused"):
-            self.write(response(b'{"weight_version": "default", "is_paused": false}'))
+            self.write(response(_FACTS))
         elif not body and path != b"/times":
-            self.write(response(b"{}", status=b"404 Not Found"))
+            self.write(response({}, status=b"404 Not Found"))
         else:
             self._engine.answer(self, path, body)
 
@@ -97,17 +98,17 @@ class Connection(asyncio.Protocol):
 
     def write_stream(
         self,
-        chunks: Sequence[bytes],
+        events: Sequence[bytes],
         pace: float,
         *,
         at_once: int = 0,
         delay: float = 0.0,
         started: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a stream of `chunks`: after `delay` seconds `at_once` of them, then one every
+        """Write a stream of events: after `delay` seconds `at_once` of them, then one every
         `pace` seconds.
 
-        Calls `started` before the first chunk.
+        Calls `started` before the first event.
         """
         loop = asyncio.get_running_loop()
         start = loop.time() + delay
@@ -116,12 +117,12 @@ class Connection(asyncio.Protocol):
             return start + max(0, index - at_once) * pace
 
         def write(index: int) -> None:
-            while index < len(chunks) and due(index) <= loop.time():
+            while index < len(events) and due(index) <= loop.time():
                 if index == 0:
                     started()
-                self.write(chunks[index])
+                self.write(chunk(events[index]))
                 index += 1
-            if index < len(chunks):
+            if index < len(events):
                 self._pacing = loop.call_at(due(index), write, index)
             else:
                 self.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
@@ -148,49 +149,66 @@ class Prepared:
         pace: float,
     ) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-        self._pace, self._token_ids = pace, [*token_ids, stop_id]
+        self._pace = pace
+        self._token_ids = (*token_ids, stop_id)
         self._times: dict[str, float] = {}
-        self._generated = response(
-            b"".join(_events([*token_ids[:short], stop_id], 1)), b"text/event-stream"
-        )
+        events = b"".join(_events([*token_ids[:short], stop_id], 1))
+        self._generated = response(events, b"text/event-stream")
         self._chat = response(chat_body("".join(words[:short])))
-        self._chat_paced = [chunk(chat_event({"content": word})) for word in words] + [
-            chunk(chat_event({}, "stop"))
-        ]
-        self._paced = cache(
-            lambda interval: [chunk(event) for event in _events(self._token_ids, interval)]
-        )
+        self._chat_paced = [chat_event({"content": word}) for word in words]
+        self._chat_paced.append(chat_event({}, "stop"))
+        self._paced = cache(_events)
 
     def answer(self, connection: Connection, path: bytes, body: bytes) -> None:
+        generates = path.endswith(b"generate")
         number = _NUMBER.search(body)
         if path == b"/times":
-            connection.write(response(orjson.dumps(self._times)))
+            connection.write(response(self._times))
         elif number and int(number[1]) >= FIRST_PACED:
-            interval = int(found[1]) if (found := _INTERVAL.search(body)) else 1
-            chunks = self._paced(interval) if path.endswith(b"generate") else self._chat_paced
+            found = _INTERVAL.search(body)
+            interval = int(found[1]) if found else 1
+            events = self._chat_paced
+            if generates:
+                events = self._paced(self._token_ids, interval)
 
             def started() -> None:
                 self._times[number[1].decode()] = time.monotonic()
 
-            connection.write_stream(
-                chunks, self._pace * interval, delay=FIRST_TOKEN_SECONDS, started=started
-            )
+            pace = self._pace * interval
+            connection.write_stream(events, pace, delay=FIRST_TOKEN_SECONDS, started=started)
         else:
-            connection.write(self._generated if path.endswith(b"generate") else self._chat)
+            connection.write(self._generated if generates else self._chat)
 
 
-def _events(token_ids: list[int], interval: int) -> list[bytes]:
+def _events(token_ids: Sequence[int], interval: int) -> list[bytes]:
     """Return the events of a reply: as vLLM, `interval` tokens after the first one."""
     length = len(token_ids)
-    steps = [
-        token_ids[:1],
-        *(token_ids[first : first + interval] for first in range(1, length, interval)),
-    ]
-    finishes = [None] * (len(steps) - 1) + ["stop"]
-    return [
-        generate_event(step, [-0.125] * len(step), finish, length)
-        for step, finish in zip(steps, finishes, strict=True)
-    ]
+    found = []
+    for first, last in _steps(0, 0, length, interval):
+        step = token_ids[first:last]
+        finish = "stop" if last == length else None
+        found.append(generate_event(step, [-0.125] * len(step), finish, length))
+    return found
+
+
+def _steps(done: int, burst: int, end: int, interval: int) -> list[tuple[int, int]]:
+    """Return the tokens of each event of a reply from `done` on, as ranges.
+
+    The first `burst` tokens are in large events; then as vLLM, `interval` tokens after the first
+    one.
+    """
+    steps = []
+    first = done
+    while first < end:
+        if first < burst:
+            last = min(first + _BURST_EVENT, burst, end)
+        elif not steps:
+            last = first + 1
+        else:
+            last = min(first + interval, end)
+        steps.append((first, last))
+        first = last
+    return steps
 
 
 class Sampling:
@@ -200,7 +218,10 @@ class Sampling:
     def __init__(
         self, tokenizer: Path, *, lengths: tuple[int, int], burst: int, pace: float
     ) -> None:
-        self._model, self._burst, self._pace = Model(tokenizer, *lengths), burst, pace
+        self._model = Model(tokenizer, *lengths)
+        self._burst = burst
+        self._pace = pace
+        self._word = cache(self._model.text)
         self.tokenizer = self._model.tokenizer
 
     def answer(self, connection: Connection, path: bytes, body: bytes) -> None:
@@ -212,56 +233,47 @@ class Sampling:
             completion, done = self._model.begin(request["token_ids"])
         except Divergence as error:
             print(error, file=sys.stderr, flush=True)
-            refusal = orjson.dumps({"error": {"message": str(error)}})
+            refusal = {"error": {"message": str(error)}}
             return connection.write(response(refusal, status=b"400 Bad Request"))
-        end = min(len(completion.token_ids), done + request["sampling_params"]["max_tokens"])
+        whole = len(completion.token_ids)
+        end = min(whole, done + request["sampling_params"]["max_tokens"])
+        steps = _steps(done, self._burst, end, interval)
         events = []
-        for first, last in self._steps(done, end, interval):
-            finish = (
-                None if last < end else "stop" if end == len(completion.token_ids) else "length"
-            )
-            steps = completion.token_ids[first:last], completion.logprobs[first:last]
-            events.append(generate_event(*steps, finish, end - done))
-        self._stream(connection, events, done, end, interval)
+        for first, last in steps:
+            finish = None
+            if last == end:
+                finish = "stop" if end == whole else "length"
+            ids = completion.token_ids[first:last]
+            logprobs = completion.logprobs[first:last]
+            events.append(generate_event(ids, logprobs, finish, end - done))
+        self._stream(connection, events, steps, interval)
 
     def _chat(self, connection: Connection, request: dict[str, Any]) -> None:
-        ids = self._model.complete([len(request["messages"])], []).token_ids[
-            : request["max_tokens"]
-        ]
-        word = cache(lambda token_id: self._model.text([token_id]))
+        ids = self._model.complete([len(request["messages"])], []).token_ids
+        words = [self._word((token_id,)) for token_id in ids[: request["max_tokens"]]]
         if not request.get("stream"):
-            return connection.write(response(chat_body("".join(map(word, ids)))))
-        texts = ["".join(map(word, ids[first:last])) for first, last in self._steps(0, len(ids), 1)]
-        self._stream(connection, [chat_event({"content": text}) for text in texts], 0, len(ids), 1)
-
-    def _steps(self, done: int, end: int, interval: int) -> list[tuple[int, int]]:
-        """Return the tokens of each event of a reply, as ranges: as vLLM, `interval` tokens after
-        the first one."""
-        burst_end = max(done, min(end, self._burst))
-        burst = [
-            (first, min(first + _BURST_EVENT, burst_end))
-            for first in range(done, burst_end, _BURST_EVENT)
-        ]
-        first = [] if burst or burst_end == end else [(burst_end, burst_end + 1)]
-        paced = range(burst_end + len(first), end, interval)
-        return burst + first + [(token, min(token + interval, end)) for token in paced]
+            return connection.write(response(chat_body("".join(words))))
+        steps = _steps(0, self._burst, len(words), 1)
+        events = [chat_event({"content": "".join(words[first:last])}) for first, last in steps]
+        self._stream(connection, events, steps, 1)
 
     def _stream(
-        self, connection: Connection, events: list[bytes], done: int, end: int, interval: int
+        self,
+        connection: Connection,
+        events: list[bytes],
+        steps: list[tuple[int, int]],
+        interval: int,
     ) -> None:
-        at_once = sum(last <= self._burst for _, last in self._steps(done, end, interval))
-        connection.write_stream(list(map(chunk, events)), self._pace * interval, at_once=at_once)
+        at_once = sum(last <= self._burst for _, last in steps)
+        connection.write_stream(events, self._pace * interval, at_once=at_once)
 
 
 def response(
-    body: bytes, content_type: bytes = b"application/json", status: bytes = b"200 OK"
+    body: Any, content_type: bytes = b"application/json", status: bytes = b"200 OK"
 ) -> bytes:
-    head = b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (
-        status,
-        content_type,
-        len(body),
-    )
-    return head + body
+    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    head = b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, content_type, len(data)) + data
 
 
 def chunk(data: bytes) -> bytes:
@@ -280,6 +292,10 @@ def generate_event(
 ) -> bytes:
     """Return an event of newly sampled tokens. With the finish reason, `length` is that of the
     whole completion."""
+    content = []
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        token = {"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}
+        content.append(token)
     choice = {
         "index": 0,
         "finish_reason": finish_reason,
@@ -287,34 +303,26 @@ def generate_event(
         "token_ids": token_ids,
         "routed_experts": None,
         "sampling_mask": None,
-        "weight_versions": [{"version": "default", "start": 0, "end": length}]
-        if finish_reason
-        else None,
-        "logprobs": {
-            "content": [
-                {"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}
-                for token_id, logprob in zip(token_ids, logprobs, strict=True)
-            ]
-        },
+        "weight_versions": None,
+        "logprobs": {"content": content},
     }
+    if finish_reason:
+        choice["weight_versions"] = [{"version": "default", "start": 0, "end": length}]
     return event(
         {"request_id": "bench", "usage": None, "output_mode": "tokens", "choices": [choice]}
     )
 
 
-def chat_event(delta: dict, finish_reason: str | None = None) -> bytes:
+def chat_event(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    return event(
-        {"id": "bench", "object": "chat.completion.chunk", "model": "bench", "choices": [choice]}
-    )
+    kind = "chat.completion.chunk"
+    return event({"id": "bench", "object": kind, "model": "bench", "choices": [choice]})
 
 
-def chat_body(text: str) -> bytes:
+def chat_body(text: str) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-    return orjson.dumps(
-        {"id": "bench", "object": "chat.completion", "model": "bench", "choices": [choice]}
-    )
+    return {"id": "bench", "object": "chat.completion", "model": "bench", "choices": [choice]}
 
 
 async def serve(engine: Prepared | Sampling, port: int) -> None:
@@ -325,8 +333,12 @@ async def serve(engine: Prepared | Sampling, port: int) -> None:
     await server.serve_forever()
 
 
-if __name__ == "__main__":
-    settings = json.loads(Path(sys.argv[2]).read_text())
+def main(kind: str, file: str, port: str = "0") -> None:
+    settings = json.loads(Path(file).read_text())
     tokenizer = Path(settings.pop("tokenizer"))
-    kind = {"prepared": Prepared, "model": Sampling}[sys.argv[1]]
-    asyncio.run(serve(kind(tokenizer, **settings), int(sys.argv[3]) if len(sys.argv) > 3 else 0))
+    made = {"prepared": Prepared, "model": Sampling}[kind](tokenizer, **settings)
+    asyncio.run(serve(made, int(port)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

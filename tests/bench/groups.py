@@ -15,9 +15,11 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.step.pack import TraceRow, trace_row
 from tests.factories import make_call
 
-SAMPLED, RESULT = (40, 200), (40, 520)
+SAMPLED = (40, 200)
+RESULT = (40, 520)
 """Least and largest number of tokens that a turn samples, and of the result that follows."""
-SUMMARY, TASK = 600, 400
+SUMMARY = 600
+TASK = 400
 """Tokens of a compaction's summary, and of a sub-agent's task."""
 
 
@@ -41,8 +43,41 @@ class Shape:
 LONG = Shape(20_000, (60, 120))
 SHAPES = {"8k, 20 to 40": Shape(8_000, (20, 40)), "20k, 60 to 120": LONG}
 """Shapes by tokens of the shared prompt and numbers of turns."""
-SHORT, SHORT_SCALE = Shape(600, (2, 3), compactions=(), subagents=()), 6
+SHORT = Shape(600, (2, 3), compactions=(), subagents=())
+SHORT_SCALE = 6
 """Sessions of about 200 tokens, as those of the quickstart, and their scale."""
+
+
+class _Session:
+    def __init__(self, name: str, rng: np.random.Generator, scale: float, vocabulary: int) -> None:
+        self.name = name
+        self.calls: list[Call] = []
+        self._rng = rng
+        self._scale = scale
+        self._vocabulary = vocabulary
+
+    def ids(self, tokens: float) -> list[int]:
+        """Return random ids, as many as `tokens` divided by the scale, and at least 1."""
+        size = max(1, round(tokens / self._scale))
+        # 0 and 1 are the padding and the end token
+        return self._rng.integers(2, self._vocabulary, size=size).tolist()
+
+    def play(self, prompt: list[int], turns: int, role: CallRole = "agent") -> list[int]:
+        """Add the calls of one conversation. Return the tokens of the last."""
+        ids = prompt
+        for turn in range(turns):
+            if turn:
+                ids = ids + self.ids(self._rng.integers(*RESULT))
+            ids = ids + self.call(ids, self._rng.integers(*SAMPLED), role)
+        return ids
+
+    def call(self, prompt: list[int], tokens: float, role: CallRole) -> list[int]:
+        """Add a call. Return the tokens that it sampled."""
+        ids = self.ids(tokens)
+        logprobs = [-float(np.log(self._vocabulary))] * len(ids)
+        fields = {"session_id": self.name, "role": role, "logprobs": logprobs}
+        self.calls.append(make_call(len(self.calls), prompt, ids, **fields))
+        return ids
 
 
 def generate(
@@ -54,19 +89,21 @@ def generate(
     Every second session has reward 1, the others 0. The log-probabilities are those of a model that
     knows nothing.
     """
-    sampler = _Sampler(np.random.default_rng([seed, *group.encode()]), scale, vocabulary)
-    shared = sampler.ids(shape.prompt)
+    rng = np.random.default_rng([seed, *group.encode()])
+    shared = _Session("", rng, scale, vocabulary).ids(shape.prompt)
     batch = TraceBatch(ledger=Ledger())
     for number in range(shape.sessions):
-        session = _Session(f"{group}-{number}", sampler)
-        turns = int(sampler.rng.integers(shape.turns[0], shape.turns[1] + 1))
-        first = round(0.6 * turns) if number in shape.compactions else turns
-        ids = session.play(shared, first)
+        session = _Session(f"{group}-{number}", rng, scale, vocabulary)
+        turns = int(rng.integers(shape.turns[0], shape.turns[1] + 1))
         if number in shape.compactions:
-            _, summary = session.call(ids, SUMMARY, "compaction")
+            first = round(0.6 * turns)
+            summary = session.call(session.play(shared, first), SUMMARY, "compaction")
             session.play(shared + summary, turns - first)
+        else:
+            session.play(shared, turns)
         if number in shape.subagents:
-            session.play(shared[: len(shared) // 2] + sampler.ids(TASK), turns // 4, "subagent")
+            prompt = shared[: len(shared) // 2] + session.ids(TASK)
+            session.play(prompt, turns // 4, "subagent")
         traces, ledger = build_traces(session.calls, "prefix_merging")
         batch.traces += [replace(trace, group_id=group) for trace in traces]
         batch.rewards[session.name] = GroupReward(group_id=group, reward=float(number % 2))
@@ -95,10 +132,9 @@ def single(length: int, *, vocabulary: int) -> TraceBatch:
         weight_versions=[VersionSpan(version="0", start=0, end=count)],
         group_id="group",
     )
-    rewards = {
-        "long": GroupReward(group_id="group", reward=1.0),
-        "other": GroupReward(group_id="group", reward=0.0),
-    }
+    rewards = {}
+    for name, reward in (("long", 1.0), ("other", 0.0)):
+        rewards[name] = GroupReward(group_id="group", reward=reward)
     return TraceBatch(traces=[trace], rewards=rewards)
 
 
@@ -106,41 +142,9 @@ def rows_of(batch: TraceBatch) -> list[TraceRow]:
     return [trace_row(trace) for trace in batch.traces]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampler:
-    rng: np.random.Generator
-    scale: float
-    vocabulary: int
-
-    def ids(self, tokens: float) -> list[int]:
-        """Return random ids, as many as `tokens` divided by the scale, and at least 1."""
-        # 0 and 1 are the padding and the end token
-        return list(
-            self.rng.integers(2, self.vocabulary, size=max(1, round(tokens / self.scale))).tolist()
-        )
-
-
-class _Session:
-    def __init__(self, name: str, sampler: _Sampler) -> None:
-        self.name = name
-        self.calls: list[Call] = []
-        self._sampler = sampler
-
-    def play(self, prompt: list[int], turns: int, role: CallRole = "agent") -> list[int]:
-        """Add the calls of one conversation. Return the tokens of the last."""
-        ids = prompt
-        for turn in range(turns):
-            if turn:
-                ids = ids + self._sampler.ids(self._sampler.rng.integers(*RESULT))
-            ids, _ = self.call(ids, self._sampler.rng.integers(*SAMPLED), role)
-        return ids
-
-    def call(self, prompt: list[int], tokens: float, role: CallRole) -> tuple[list[int], list[int]]:
-        """Add a call. Return all its tokens, and those that it sampled."""
-        ids = self._sampler.ids(tokens)
-        logprobs = [-float(np.log(self._sampler.vocabulary))] * len(ids)
-        number = len(self.calls)
-        self.calls.append(
-            make_call(number, prompt, ids, session_id=self.name, role=role, logprobs=logprobs)
-        )
-        return prompt + ids, ids
+def sessions_of(batch: TraceBatch) -> list[list[TraceRow]]:
+    """Return the rows of each session that has traces."""
+    found: dict[str, list[TraceRow]] = {}
+    for trace in batch.traces:
+        found.setdefault(trace.session_id, []).append(trace_row(trace))
+    return [*found.values()]

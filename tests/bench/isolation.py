@@ -17,21 +17,21 @@ process where a box has a network of its own.
 
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.boxes.choose import make_runtime
-from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Runtime
+from rolltap.trainer.boxes.runtime import BoxSpec, Runtime
 from tests.bench.frame import Rows, command
 from tests.bench.peer import Handler
 from tests.boxes import accept_with, make_spec, spec_in
@@ -40,7 +40,7 @@ PEER = Path(__file__).with_name("peer.py")
 PYTHON = "/usr/bin/python3"
 """A Python that is in every box whose system folders are this machine's."""
 NAMES = ("process", "sandbox", "container")
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 
 
 @contextmanager
@@ -68,15 +68,14 @@ def available() -> dict[str, Runtime]:
     return found
 
 
-def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
+def new_box(name: str, folder: Path, proxy: str) -> BoxSpec:
     """Return a new box; in a container with a root folder of this machine's programs."""
     number = len(list(folder.iterdir()))
-    accept = accept_with(lambda client: Handler(client, None, None))
     fields = {
         "name": f"bench-{folder.name}-{name}-{number}",
         "workdir": "/workspace",
         "proxy": proxy,
-        "accept": accept,
+        "accept": accept_with(lambda client: Handler(client, None, None)),
     }
     box = folder / str(number)
     box.mkdir()
@@ -85,90 +84,67 @@ def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
     return made
 
 
-async def start_and_end(runtime: Runtime, spec: BoxSpec) -> dict[str, float]:
-    """Return the time in which a box is made, its program starts and ends, and the box is gone."""
+async def run_in_box(runtime: Runtime, spec: BoxSpec, *command: str) -> tuple[float, str]:
+    """Run a program in a new box, to which the address of the peer is `{proxy}`. Return the seconds
+    from the box's start to its end, and the program's output."""
+    log = spec.home / "log"
     started = time.perf_counter()
     async with runtime.box(spec) as box:
-        ended = await box.run(["/bin/true"], env={}, timeout=TIMEOUT, log=spec.home / "log")
+        words = [word.format(proxy=box.proxy) for word in command]
+        ended = await box.run(words, env={}, timeout=TIMEOUT, log=log)
     seconds = time.perf_counter() - started
-    _check(ended, runtime, spec)
-    return {"box ms": 1e3 * seconds}
-
-
-async def way_out(runtime: Runtime, spec: BoxSpec, sizes: Sequence[int]) -> dict[str, float]:
-    """Return the measurements of a program that talks to the peer, of sizes as the peer takes
-    them."""
-    async with runtime.box(spec) as box:
-        assert box.proxy is not None
-        command = [PYTHON, PEER.name, "ask", box.proxy, *map(str, sizes)]
-        ended = await box.run(command, env={}, timeout=TIMEOUT, log=spec.home / "log")
-    _check(ended, runtime, spec)
-    measured = json.loads((spec.home / "log").read_text())
-    return {
-        "round trip µs": 1e6 * statistics.median(measured["round_trips"]),
-        "connection µs": 1e6 * statistics.median(measured["connections"]),
-        "down MB/s": measured["download"] / 1e6,
-        "up MB/s": measured["upload"] / 1e6,
-    }
-
-
-def _check(ended: Ended, runtime: Runtime, spec: BoxSpec) -> None:
     if ended.status != 0:
-        said = (spec.home / "log").read_text()
-        raise click.ClickException(f"{runtime.name}: the program ended with {ended}: {said}")
+        said = f"the program ended with {ended}: {log.read_text()}"
+        raise click.ClickException(f"{runtime.name}: {said}")
+    return seconds, log.read_text()
 
 
-async def measure(boxes: int, rounds: int, sizes: Sequence[int]) -> Rows:
+async def measure(boxes: int, rounds: int, *sizes: int) -> Rows:
     """Return a row for each runtime: medians, and their ratios to the first runtime."""
     runtimes = available()
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in runtimes}
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, peer() as address:
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in runtimes}
+    ask = [PYTHON, PEER.name, "ask", "{proxy}", *map(str, sizes)]
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, peer() as address:
         for number in range(max(boxes, rounds)):
             for name, runtime in runtimes.items():
+                found: dict[str, float] = {}
                 if number < boxes:
-                    samples[name].append(
-                        await start_and_end(runtime, spec(name, Path(scratch), address))
-                    )
+                    spec = new_box(name, Path(folder), address)
+                    seconds, _ = await run_in_box(runtime, spec, "/bin/true")
+                    found["box ms"] = 1e3 * seconds
                 if number < rounds:
-                    samples[name].append(
-                        await way_out(runtime, spec(name, Path(scratch), address), sizes)
-                    )
+                    spec = new_box(name, Path(folder), address)
+                    _, said = await run_in_box(runtime, spec, *ask)
+                    measured = json.loads(said)
+                    found["round trip µs"] = 1e6 * median(measured["round_trips"])
+                    found["connection µs"] = 1e6 * median(measured["connections"])
+                    found["down MB/s"] = measured["download"] / 1e6
+                    found["up MB/s"] = measured["upload"] / 1e6
+                for column, value in found.items():
+                    samples[name].setdefault(column, []).append(value)
     rows: Rows = []
-    for name, measured in samples.items():
+    for name, columns in samples.items():
         row: dict[str, Any] = {"runtime": name}
-        for column in dict.fromkeys(column for one in measured for column in one):
-            row[column] = statistics.median(one[column] for one in measured if column in one)
-            row[f"{column}, ratio"] = row[column] / (rows or [row])[0][column]
         rows.append(row)
+        for column, values in columns.items():
+            row[column] = median(values)
+            row[f"{column}, ratio"] = row[column] / rows[0][column]
     return rows
 
 
 @command
-@click.option(
-    "--boxes", default=20, show_default=True, help="Boxes whose start and end are measured."
-)
-@click.option("--rounds", default=5, show_default=True, help="Boxes whose way out is measured.")
-@click.option(
-    "--round-trips", default=2_000, show_default=True, help="Of 1 KiB over one connection, a box."
-)
-@click.option(
-    "--connections",
-    default=200,
-    show_default=True,
-    help="New ones with one round trip each, a box.",
-)
-@click.option(
-    "--megabytes",
-    default=200,
-    show_default=True,
-    help="In each direction over one connection, a box.",
-)
+@click.option("--boxes", default=20, help="Boxes whose start and end are measured.")
+@click.option("--rounds", default=5, help="Boxes whose way out is measured.")
+@click.option("--round-trips", default=2_000, help="Of 1 KiB over one connection, a box.")
+@click.option("--connections", default=200, help="New ones with one round trip each, a box.")
+@click.option("--megabytes", default=200, help="In each direction over one connection, a box.")
 def main(
     boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int
 ) -> dict[str, Rows]:
     """Measure the start and the end of a box and its way out, in every runtime that this machine
     has."""
-    return {"runtimes": asyncio.run(measure(boxes, rounds, (round_trips, connections, megabytes)))}
+    rows = asyncio.run(measure(boxes, rounds, round_trips, connections, megabytes))
+    return {"runtimes": rows}
 
 
 if __name__ == "__main__":

@@ -4,39 +4,27 @@ as SDKs do."""
 import asyncio
 import json
 import random
-import ssl
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tests.bench.frame import prose
-from tests.bench.wire import APIS, Failure
+from tests.bench.processes import Mitmdump
+from tests.bench.wire import APIS, Answer, Failure
 
 ATTEMPTS = 12
 """Attempts of a turn. SDKs make 3, and harnesses repeat those."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 8.0
 """Bounds of the pause before another attempt. They are those of the OpenAI and Anthropic SDKs."""
 SPREAD_SECONDS = 3.0
 """Time over which the sessions begin."""
 HANG_UPS = 0.15
 """Share of streamed attempts that the client ends by closing the connection, during chaos."""
 _RETRYABLE = {408, 409, 429}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Facts that all clients need. Times are `time.time`, as those of the rows are."""
-
-    proxy: str
-    ca: Path
-    chaos: float
-    """When chaos begins."""
-    end: float
-    """When no more turns begin."""
 
 
 @dataclass
@@ -55,85 +43,87 @@ class Received:
 
 
 @dataclass
-class Log:
+class Load:
+    """A load, and its log. Times are `time.time`, as those of the rows are."""
+
+    proxy: Mitmdump
+    chaos: float
+    """When chaos begins."""
+    end: float
+    """When no more turns begin."""
     replies: list[Received] = field(default_factory=list)
     errors: Counter[tuple[bool, str]] = field(default_factory=Counter)
     """(during chaos, kind of error) -> attempts that ended so."""
 
+    async def play(self, sessions: int) -> None:
+        context = self.proxy.context()
+        async with asyncio.TaskGroup() as group:
+            for number in range(sessions):
+                options = self.proxy.options(f"soak-{number:05}", context)
+                group.create_task(Session(self, number, options).play())
 
-async def play(plan: Plan, sessions: int) -> Log:
-    log = Log()
-    context = ssl.create_default_context(cafile=plan.ca)
-    await asyncio.gather(
-        *(Session(plan, number, context, log).play() for number in range(sessions))
-    )
-    return log
+    def count(self, kind: str) -> None:
+        self.errors[time.time() >= self.chaos, kind] += 1
 
 
 class Session:
     """One session. Its number decides its API, and whether its replies are streamed."""
 
-    def __init__(self, plan: Plan, number: int, context: ssl.SSLContext, log: Log) -> None:
-        self._plan, self._log = plan, log
-        self._id = f"soak-{number:05}"
+    def __init__(self, load: Load, number: int, options: dict[str, Any]) -> None:
+        self._load = load
+        self._options = options
+        self._id = options["proxy_auth"].login
         self._api = APIS[number % len(APIS)]
         self._streamed = number // len(APIS) % 2 == 0
         self._rng = random.Random(number)
-        self._options: dict[str, Any] = {
-            "proxy": plan.proxy,
-            "proxy_auth": aiohttp.BasicAuth(self._id, "x"),
-            "ssl": context,
-        }
-        self._items = self._api.said(
-            f"Fix the program of session {self._id}. {prose(self._rng, 300)}"
-        )
+        opening = f"Fix the program of session {self._id}. {prose(self._rng, 300)}"
+        self._items = self._api.said(opening)
 
     async def play(self) -> None:
-        """Take turns until the end of the plan, or until a turn failed for good."""
+        """Take turns until the end of the load, or until a turn failed for good."""
         await asyncio.sleep(self._rng.uniform(0, SPREAD_SECONDS))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
         async with aiohttp.ClientSession(timeout=timeout) as self._http:
-            while time.time() < self._plan.end:
-                if not await self._turn():
-                    return
+            while time.time() < self._load.end:
+                answer = await self._reply()
+                if answer is None:
+                    return self._load.count("a turn without a reply")
+                text = prose(self._rng, self._rng.randint(10, 150))
+                self._items = [*self._items, *answer.items, *self._api.next(answer, text)]
                 await asyncio.sleep(self._rng.uniform(0, 1))
 
-    async def _turn(self) -> bool:
-        """Get a reply and append it and the next message. Returns False when no attempt
-        succeeded."""
+    async def _reply(self) -> Answer | None:
+        """Return a reply, or None when no attempt succeeded."""
         retries = 0
         """The count of SDKs: repetitions of a request that got no headers."""
         for attempt in range(ATTEMPTS):
             self._begun = False
             try:
-                answer = await self._attempt(retries)
-            except (aiohttp.ClientError, TimeoutError, Failure) as error:
-                failure = error if isinstance(error, Failure) else Failure(type(error).__name__)
-                self._count(failure.kind)
-                if not failure.retryable:
-                    break
-                retries = 0 if self._begun else retries + 1
-                pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
-                await asyncio.sleep(max(failure.after, pause * self._rng.uniform(0.75, 1)))
-                continue
-            text = prose(self._rng, self._rng.randint(10, 150))
-            self._items = [*self._items, *answer.items]
-            self._items += self._api.results(answer, text) if answer.calls else self._api.said(text)
-            return True
-        self._count("a turn without a reply")
-        return False
+                return await self._attempt(retries)
+            except Failure as error:
+                failure = error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failure = Failure(type(error).__name__)
+            self._load.count(failure.kind)
+            if not failure.retryable:
+                return None
+            retries = 0 if self._begun else retries + 1
+            pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(max(failure.after, pause * self._rng.uniform(0.75, 1)))
+        return None
 
-    async def _attempt(self, retries: int):
-        api, streamed = self._api, self._streamed
+    async def _attempt(self, retries: int) -> Answer:
+        api = self._api
+        streamed = self._streamed
         data = json.dumps(api.body(self._items, streamed)).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer x", **api.headers}
-        if api.name in ("openai-chat", "anthropic", "openai-responses"):
+        if api.name != "google":
             headers["x-stainless-retry-count"] = str(retries)
-        hang_up = streamed and time.time() >= self._plan.chaos and self._rng.random() < HANG_UPS
+        in_chaos = streamed and time.time() >= self._load.chaos
+        hang_up = in_chaos and self._rng.random() < HANG_UPS
         started = time.monotonic()
-        async with self._http.post(
-            api.url(streamed), data=data, headers=headers, **self._options
-        ) as response:
+        asked = self._http.post(api.url(streamed), data=data, headers=headers, **self._options)
+        async with asked as response:
             waited = time.monotonic() - started
             if response.status != 200:
                 await response.read()
@@ -153,17 +143,14 @@ class Session:
             at=time.time(),
             headers_seconds=waited if streamed else None,
         )
-        self._log.replies.append(received)
+        self._load.replies.append(received)
         return answer
 
     async def _hang_up(self, response: aiohttp.ClientResponse) -> None:
-        """Close the connection in the middle of the stream. Does nothing when the stream ends
-        before."""
+        """Close the connection in the middle of the stream. Raises `Failure`, also when the stream
+        ends before."""
         for _ in range(self._rng.randint(1, 10)):
             if not await response.content.readany():
                 raise Failure("a stream without an end")
         response.close()
         raise Failure("hung up on purpose")
-
-    def _count(self, kind: str) -> None:
-        self._log.errors[time.time() >= self._plan.chaos, kind] += 1

@@ -45,15 +45,17 @@ class Model:
 
     def __init__(self, tokenizer: Path, shortest: int, longest: int) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-        self._shortest, self._longest = shortest, longest
-        vocabulary = self.tokenizer.get_vocab()
-        self._words = sorted(
-            i for token, i in vocabulary.items() if re.fullmatch("Ġ[a-z]{3,}", token)
-        )
-        self._stop = vocabulary["<|im_end|>"]
+        self._lengths = (shortest, longest)
+        self._words = []
+        for token, number in self.tokenizer.get_vocab().items():
+            if re.fullmatch("Ġ[a-z]{3,}", token):
+                self._words.append(number)
+        self._words.sort()
+        self._stop = self._encode("<|im_end|>")
         self._start = self._encode("<|im_start|>assistant\n")
         self._odd = [self._encode(text) for text in _ODD]
-        self._think, self._answer = self._encode("<think>\n"), self._encode("\n</think>\n\n")
+        self._think = self._encode("<think>\n")
+        self._answer = self._encode("\n</think>\n\n")
         self._call = self._encode('\n<tool_call>\n{"name": "bash", "arguments": {"command": "')
         self._call_end = self._encode('"}}\n</tool_call>')
 
@@ -68,13 +70,14 @@ class Model:
 
         Raises `Divergence` when those are not the reply's.
         """
-        start = self._reply_start(token_ids)
+        if self._start[0] not in token_ids:
+            raise Divergence("the prompt has no turn of the assistant")
+        last = len(token_ids) - 1 - token_ids[::-1].index(self._start[0])
+        start = last + len(self._start)
         done = token_ids[start:]
         completion = self.complete(token_ids[:start], done)
         if completion.token_ids[: len(done)] != done:
-            raise Divergence(
-                f"{len(done)} tokens to continue are not those of the model: {done[:20]}"
-            )
+            raise Divergence(f"{len(done)} tokens to continue are not the model's: {done[:20]}")
         return completion, len(done)
 
     def complete(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> Completion:
@@ -85,17 +88,19 @@ class Model:
         drawn = list(sampled[len(opening) : len(opening) + _DRAWN])
         drawn += random.choices(self._words, k=_DRAWN - len(drawn))
         rng = random.Random(crc32(np.asarray(drawn, np.int32).tobytes(), prompt))
-        quarter = rng.randint(self._shortest, self._longest) // 4
+        quarter = rng.randint(*self._lengths) // 4
         ids = opening + drawn + self._prose(rng, quarter)
-        ids += (self._answer if opening else []) + self._prose(rng, 2 * quarter)
+        if opening:
+            ids += self._answer
+        ids += self._prose(rng, 2 * quarter)
         if rng.random() < 0.5:
             ids += self._call + rng.choices(self._words, k=quarter) + self._call_end
         else:
             ids += self._prose(rng, quarter)
-        ids.append(self._stop)
+        ids += self._stop
         # of the prompt alone: a reply may be interrupted between the drawn words
-        logprobs = (((np.arange(len(ids)) * 40503 + prompt) % 4096) / -1024.0).tolist()
-        return Completion(ids, logprobs)
+        logprobs = ((np.arange(len(ids)) * 40503 + prompt) % 4096) / -1024.0
+        return Completion(ids, logprobs.tolist())
 
     def _prose(self, rng: random.Random, length: int) -> list[int]:
         ids: list[int] = []
@@ -103,9 +108,3 @@ class Model:
             ids += rng.choices(self._words, k=min(_ODD_EVERY, length - len(ids)))
             ids += rng.choice(self._odd)
         return ids
-
-    def _reply_start(self, token_ids: list[int]) -> int:
-        for i in range(len(token_ids) - len(self._start), -1, -1):
-            if token_ids[i] == self._start[0]:
-                return i + len(self._start)
-        raise Divergence("the prompt has no turn of the assistant")

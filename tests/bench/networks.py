@@ -15,8 +15,6 @@ _FIELDS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-)
-_LINEAR_FIELDS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
@@ -24,16 +22,13 @@ _LINEAR_FIELDS = (
 )
 _SIZES = {
     "tiny": (128, 32, 64, 4, 2, 1, 16),
-    "tiny-hybrid": (128, 32, 64, 4, 2, 1, 16),
+    "tiny-hybrid": (128, 32, 64, 4, 2, 1, 16, 2, 4, 16, 16),
     "narrow": (2048, 64, 128, 2, 2, 2, 32),
     "quickstart": (2048, 128, 384, 2, 2, 1, 64),
     "small": (2048, 256, 768, 2, 4, 2, 64),
-    "small-hybrid": (2048, 256, 768, 4, 4, 2, 64),
+    "small-hybrid": (2048, 256, 768, 4, 4, 2, 64, 2, 4, 64, 64),
 }
-"""Name -> values of `_FIELDS`."""
-_LINEAR_SIZES = {"tiny-hybrid": (2, 4, 16, 16), "small-hybrid": (2, 4, 64, 64)}
-"""Name -> values of `_LINEAR_FIELDS`, of the models in which three of four layers are Gated
-DeltaNet."""
+"""Name -> values of `_FIELDS`. With all of them, three of four layers are Gated DeltaNet."""
 _REAL = {"4b": "qwen3-4b", "4b-hybrid": "qwen3.5-4b"}
 """Name -> a configuration in `tests/models`, of which the text part is taken."""
 NETWORKS = [*_SIZES, *_REAL]
@@ -42,27 +37,16 @@ NETWORKS = [*_SIZES, *_REAL]
 def configuration(name: str) -> Any:
     """Return the configuration of a model, for long traces and the special tokens of the bench."""
     if name in _REAL:
-        config = AutoConfig.from_pretrained(
-            Path(__file__).parents[1] / "models" / _REAL[name]
-        ).get_text_config()
-    elif name in _LINEAR_SIZES:
-        sizes = zip(_FIELDS + _LINEAR_FIELDS, _SIZES[name] + _LINEAR_SIZES[name], strict=True)
-        config = Qwen3_5TextConfig(**dict(sizes))
+        folder = Path(__file__).parents[1] / "models" / _REAL[name]
+        config = AutoConfig.from_pretrained(folder).get_text_config()
     else:
-        config = Qwen3Config(**dict(zip(_FIELDS, _SIZES[name], strict=True)))
-    config.update(
-        {
-            "max_position_embeddings": 2**20,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "bos_token_id": None,
-        }
-    )
+        sizes = dict(zip(_FIELDS, _SIZES[name], strict=False))
+        config = Qwen3_5TextConfig(**sizes) if _FIELDS[-1] in sizes else Qwen3Config(**sizes)
+    config.max_position_embeddings = 2**20
+    config.pad_token_id = 0
+    config.eos_token_id = 1
+    config.bos_token_id = None
     return config
-
-
-def vocabulary(name: str) -> int:
-    return int(configuration(name).vocab_size)
 
 
 def network(name: str, *, device: str, dtype: torch.dtype, lora: bool) -> Any:
@@ -74,11 +58,14 @@ def network(name: str, *, device: str, dtype: torch.dtype, lora: bool) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(configuration(name), dtype=dtype)
         if lora:
-            adapter = LoraConfig(
-                r=16, lora_alpha=16, target_modules="all-linear", init_lora_weights=False
-            )
+            how = {"target_modules": "all-linear", "init_lora_weights": False}
+            adapter = LoraConfig(r=16, lora_alpha=16, **how)
             model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     return model.train()
+
+
+def vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
 
 
 def layers(config: Any, kind: str) -> int:

@@ -11,27 +11,18 @@ import struct
 import sys
 import time
 
-MESSAGE = b"x" * 1024
-"""Payload of a round trip."""
 _BLOCK = bytes(1 << 16)
-_HEAD = struct.Struct("!cQ")
-"""Request: `e` to get as many bytes back, `d` to download them, `u` to upload them, and their
-number."""
+_HEAD = struct.Struct("!QQ")
+"""Request: how many bytes come with it, and how many are to come back."""
 
 
 class Handler(socketserver.BaseRequestHandler):
     def handle(self):
-        connection = self.request
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while head := connection.recv(_HEAD.size, socket.MSG_WAITALL):
-            kind, size = _HEAD.unpack(head)
-            if kind == b"e":
-                connection.sendall(_receive(connection, size))
-            elif kind == b"d":
-                _send(connection, size)
-            else:
-                _receive(connection, size)
-                connection.sendall(b"k")
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while head := self.request.recv(_HEAD.size, socket.MSG_WAITALL):
+            given, asked = _HEAD.unpack(head)
+            _receive(self.request, given)
+            _send(self.request, asked)
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -45,27 +36,24 @@ def _send(connection, size):
 
 
 def _receive(connection, size):
-    """Receive `size` bytes. Return the last part of them, all of a message."""
-    part = b""
     while size:
-        part = connection.recv(
-            min(size, len(_BLOCK)), socket.MSG_WAITALL if size <= len(_BLOCK) else 0
-        )
+        # all of a message at once
+        flags = socket.MSG_WAITALL if size <= len(_BLOCK) else 0
+        part = connection.recv(min(size, len(_BLOCK)), flags)
         if not part:
             raise SystemExit("the connection was closed")
         size -= len(part)
-    return part
 
 
 def ask(address, round_trips, connections, megabytes):
     """Return seconds of each round trip and of each new connection with one, and bytes a second of
     both directions."""
+    size = megabytes * 1_000_000
     with _connect(address) as connection:
-        _echo(connection)
-        trips = [_timed(_echo, connection) for _ in range(round_trips)]
-        size = megabytes * 1_000_000
-        down = _timed(_download, connection, size)
-        up = _timed(_upload, connection, size)
+        _trip(connection)
+        trips = [_timed(_trip, connection) for _ in range(round_trips)]
+        down = _timed(_trip, connection, 0, size)
+        up = _timed(_trip, connection, size, 1)
     opened = [_timed(_open, address) for _ in range(connections)]
     return {
         "round_trips": trips,
@@ -84,24 +72,14 @@ def _connect(address):
 
 def _open(address):
     with _connect(address) as connection:
-        _echo(connection)
+        _trip(connection)
 
 
-def _echo(connection):
-    connection.sendall(_HEAD.pack(b"e", len(MESSAGE)) + MESSAGE)
-    if _receive(connection, len(MESSAGE)) != MESSAGE:
-        raise SystemExit("another message came back")
-
-
-def _download(connection, size):
-    connection.sendall(_HEAD.pack(b"d", size))
-    _receive(connection, size)
-
-
-def _upload(connection, size):
-    connection.sendall(_HEAD.pack(b"u", size))
-    _send(connection, size)
-    _receive(connection, 1)
+def _trip(connection, given=1024, asked=1024):
+    first = min(given, len(_BLOCK))
+    connection.sendall(_HEAD.pack(given, asked) + _BLOCK[:first])
+    _send(connection, given - first)
+    _receive(connection, asked)
 
 
 def _timed(function, *arguments):

@@ -3,20 +3,21 @@ again."""
 
 import json
 import os
+import re
+import ssl
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, Self
 
+import aiohttp
 import click
 
 from tests.recorder_process import ADDON, start_mitmdump
 
-ROOT = Path(__file__).resolve().parents[2]
-REDIRECT = Path(__file__).with_name("redirect.py")
-LAG = Path(__file__).with_name("lag.py")
-_STOP_SECONDS = 30
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 
 
 class Child:
@@ -24,9 +25,7 @@ class Child:
     again."""
 
     process: subprocess.Popen[str]
-
-    def __init__(self) -> None:
-        self.port = 0
+    port = 0
 
     def start(self) -> None:
         """Start the process. Returns when it serves. Raises `ClickException` when it ends
@@ -52,16 +51,15 @@ class Child:
         # the id of another process's CPU clock on Linux: `man clock_getcpuclockid`
         return time.clock_gettime((~self.process.pid << 3) | 2)
 
+    def megabytes(self) -> float:
+        return resident_mb(self.process.pid)
+
     def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        try:
-            self.process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
         self._wait()
 
 
@@ -69,15 +67,13 @@ class Engine(Child):
     """An engine of a kind in `tests/bench/engines.py`."""
 
     def __init__(self, kind: str, folder: Path, settings: dict[str, Any]) -> None:
-        super().__init__()
         path = folder / f"{kind}.json"
         path.write_text(json.dumps(settings, default=str))
         self._command = [sys.executable, "-m", "tests.bench.engines", kind, path]
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [*self._command, str(self.port)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        command = [*self._command, str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -92,32 +88,27 @@ class Mitmdump(Child):
     def __init__(
         self, name: str, folder: Path, scripts: list[Path], settings: dict[str, object]
     ) -> None:
-        super().__init__()
         self.name = name
         self.log = folder / f"{name}.log"
         self._confdir = folder / "conf"
-        self._scripts, self._settings = scripts, {"confdir": self._confdir, **settings}
+        self._scripts = scripts
+        self._settings = {"confdir": self._confdir, **settings}
 
     @classmethod
-    def recorder(cls, folder: Path, run: Path, engine: Engine, model: Path) -> Self:
+    def recorder(cls, folder: Path, run: Path, engine: Child, model: Path) -> Self:
         settings = {"rolltap_out": run, "rolltap_engine": engine.url, "rolltap_model": model}
         return cls("recorder", folder, [ADDON], settings)
 
     @classmethod
-    def bare(cls, folder: Path, engine: Engine) -> Self:
+    def bare(cls, folder: Path, engine: Child) -> Self:
         """Return a minimal redirecting proxy."""
-        return cls("bare redirect", folder, [REDIRECT], {"bench_engine": engine.url})
+        return cls("bare redirect", folder, [FOLDER / "redirect.py"], {"bench_engine": engine.url})
 
-    def measuring(self, samples: Path) -> Self:
-        """Append samples of the event loop's lateness to a file, from its start on. Returns
-        itself."""
-        self._scripts.append(LAG)
-        self._settings["bench_lag"] = samples
+    def script(self, script: str, **settings: object) -> Self:
+        """Load a script of this folder before the others. Returns itself."""
+        self._scripts.insert(0, FOLDER / script)
+        self._settings |= settings
         return self
-
-    @property
-    def ca(self) -> Path:
-        return self._confdir / "mitmproxy-ca-cert.pem"
 
     def start(self) -> None:
         options = ["--listen-host", "127.0.0.1", "--listen-port", self.port]
@@ -131,10 +122,17 @@ class Mitmdump(Child):
             raise click.ClickException(f"mitmdump ended:\n{self.log.read_text()}")
         self.port = address["port"]
 
+    def context(self) -> ssl.SSLContext:
+        """Return TLS that trusts the proxy."""
+        return ssl.create_default_context(cafile=self._confdir / "mitmproxy-ca-cert.pem")
+
+    def options(self, session_id: str, context: ssl.SSLContext) -> dict[str, Any]:
+        """Return the options with which aiohttp sends requests of a session."""
+        auth = aiohttp.BasicAuth(session_id, "x")
+        return {"proxy": self.url, "proxy_auth": auth, "ssl": context}
+
 
 def resident_mb(pid: int) -> float:
-    """Return the memory of a process in MB, without mapped files."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(
-        int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon")
-    )
+    """Return the memory of a process in MB, without mapped files; 0 when it has ended."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0

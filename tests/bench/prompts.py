@@ -11,25 +11,27 @@ kept" over "continued".
 
 import json
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import click
 from transformers import AutoTokenizer
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.call import Message, ModelCall, Tool
+from rolltap.addons.dialects.call import Message, ModelCall
 from rolltap.addons.endpoint.body import KeptTexts, RecentBodies
 from rolltap.addons.prompts.conversations import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from tests.bench.frame import Rows, command, model_option, prose
+from tests.bench.wire import PARAMETERS
 
 TURNS = 9
 """Number of turns that are measured before each length."""
 RENDERINGS = 5
+LENGTHS = (1_000, 4_000, 16_000, 64_000, 128_000)
 
 
 @dataclass
@@ -45,14 +47,18 @@ class Turn:
 def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterator[Turn]:
     """Yield the calls of one session, each longer than the one before."""
     rng = random.Random(0)
-    tools = [_tool(rng, name) for name in ("bash", "read", "write", "edit", "search")]
+    tools = []
+    for name in ("bash", "read", "write", "edit", "search"):
+        function = {"name": name, "description": prose(rng, 20), "parameters": PARAMETERS}
+        tools.append({"type": "function", "function": function})
     bodies = RecentBodies(KeptTexts())
     conversations = Conversations(rendering)
     messages: list[Message] = [
         {"role": "system", "content": prose(rng, 100)},
         {"role": "user", "content": "Fix it."},
     ]
-    for number in range(10_000):
+    number = 0
+    while True:
         body = json.dumps({"model": "bench", "messages": messages, "tools": tools}).encode()
         started = time.process_time()
         read = bodies.decode(routes.CHAT, body, "/v1/chat/completions")
@@ -68,34 +74,17 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
         sampled.issue(str(number))
         reply = sampled.to_message()
         conversations.add(str(number), prompt, completion_ids, reply)
-        result = {
-            "role": "tool",
-            "tool_call_id": reply["tool_calls"][0]["id"],
-            "content": prose(rng, 100),
-        }
+        result = {"role": "tool", "content": prose(rng, 100)}
+        result["tool_call_id"] = reply["tool_calls"][0]["id"]
         messages = [*messages, reply, result]
-
-
-def _tool(rng: random.Random, name: str) -> Tool:
-    parameters = {
-        "type": "object",
-        "properties": {"command": {"type": "string"}},
-        "required": ["command"],
-    }
-    return {
-        "type": "function",
-        "function": {"name": name, "description": prose(rng, 20), "parameters": parameters},
-    }
+        number += 1
 
 
 def _sampled(rng: random.Random, number: int) -> str:
-    call = json.dumps(
-        {"name": "bash", "arguments": {"command": f"sed -n {number}p file.py | {prose(rng, 8)}"}}
-    )
-    return (
-        f"<think>\n{prose(rng, 30)}\n</think>\n\nI"
-        f" look.\n<tool_call>\n{call}\n</tool_call><|im_end|>"
-    )
+    arguments = {"command": f"sed -n {number}p file.py | {prose(rng, 8)}"}
+    call = json.dumps({"name": "bash", "arguments": arguments})
+    thought = f"<think>\n{prose(rng, 30)}\n</think>\n\n"
+    return f"{thought}I look.\n<tool_call>\n{call}\n</tool_call><|im_end|>"
 
 
 def _render(rendering: Rendering, call: ModelCall) -> float:
@@ -105,48 +94,32 @@ def _render(rendering: Rendering, call: ModelCall) -> float:
     return time.process_time() - started
 
 
-def _milliseconds(seconds: Iterable[float]) -> float:
-    return 1e3 * statistics.median(seconds)
-
-
 @command
-@click.option(
-    "--tokens",
-    type=int,
-    multiple=True,
-    default=(1_000, 4_000, 16_000, 64_000, 128_000),
-    show_default=True,
-)
+@click.option("--tokens", type=int, multiple=True, default=LENGTHS)
 @model_option
 def main(tokens: tuple[int, ...], model: Path) -> dict[str, Rows]:
     """Measure what a prompt costs in CPU time as its conversation grows."""
-
-    def rendering() -> Rendering:
-        return Rendering(str(model), "qwen3")
-
-    left = sorted(tokens)
+    playing = session(Rendering(str(model), "qwen3"), AutoTokenizer.from_pretrained(model).encode)
     rows: Rows = []
     turns: list[Turn] = []
-    for turn in session(rendering(), AutoTokenizer.from_pretrained(model).encode):
-        turns = [*turns[1 - TURNS :], turn]
-        if turn.tokens < left[0]:
-            continue
-        fresh = [rendering() for _ in range(RENDERINGS)]
-        cold, warm = (_milliseconds(_render(one, turn.call) for one in fresh) for _ in range(2))
-        continued = _milliseconds(turn.prompt for turn in turns)
+    for length in sorted(tokens):
+        while not turns or turns[-1].tokens < length:
+            turns = [*turns[1 - TURNS :], next(playing)]
+        call = turns[-1].call
+        fresh = [Rendering(str(model), "qwen3") for _ in range(RENDERINGS)]
+        cold = median(_render(rendering, call) for rendering in fresh)
+        warm = median(_render(rendering, call) for rendering in fresh)
+        continued = median(turn.prompt for turn in turns)
         row = {
-            "tokens": turn.tokens,
-            "rendered ms": cold,
-            "texts kept ms": warm,
-            "continued ms": continued,
+            "tokens": turns[-1].tokens,
+            "rendered ms": 1e3 * cold,
+            "texts kept ms": 1e3 * warm,
+            "continued ms": 1e3 * continued,
             "ratio": warm / continued,
-            "decoding ms": _milliseconds(turn.decode for turn in turns),
+            "decoding ms": 1e3 * median(turn.decode for turn in turns),
         }
         rows.append(row)
-        del left[0]
-        if not left:
-            return {"CPU of a call's prompt": rows}
-    raise AssertionError("the session has no end")
+    return {"CPU of a call's prompt": rows}
 
 
 if __name__ == "__main__":

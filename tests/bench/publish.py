@@ -29,7 +29,6 @@ from tests.conftest import free_port
 from tests.trainer.engine.acting import agreed
 
 GB = 1e9
-DISK = "disk"
 MEMORY = "/dev/shm"
 
 
@@ -92,9 +91,9 @@ def write_model(folder: Path, tokenizer_folder: Path, layers: int) -> PreTrained
 
 
 @command
-@click.option("--vllm", default="vllm", show_default=True, help="The `vllm` program.")
-@click.option("--layers", default=16, show_default=True, help="Layers of the model.")
-@click.option("--rounds", default=5, show_default=True, help="Publications of each folder.")
+@click.option("--vllm", default="vllm", help="The `vllm` program.")
+@click.option("--layers", default=16, help="Layers of the model.")
+@click.option("--rounds", default=5, help="Publications of each folder.")
 @model_option
 def main(vllm: str, layers: int, rounds: int, model: Path) -> dict[str, Rows]:
     with (
@@ -103,46 +102,28 @@ def main(vllm: str, layers: int, rounds: int, model: Path) -> dict[str, Rows]:
     ):
         base = Path(disk, "base")
         policy = write_model(base, model, layers)
-        server = EngineServer(
-            base,
-            vllm=vllm,
-            port=free_port(),
-            max_model_len=1024,
-            log=Path(disk, "vllm.log"),
-            extra=["--dtype", "bfloat16"],
-        )
-        with server:
+        how = {"max_model_len": 1024, "log": Path(disk, "vllm.log")}
+        extra = ["--dtype", "bfloat16"]
+        with EngineServer(base, vllm=vllm, port=free_port(), extra=extra, **how) as server:
             os.environ[KEY_FILE] = str(server.key_file)
             engines = Watched(server.url)
             folders = {
-                DISK: Publications(engines, Path(disk, "published"), base),
+                "disk": Publications(engines, Path(disk, "published"), base),
                 MEMORY: Publications(engines, Path(memory), base),
             }
-            step = 0
-            for _ in range(rounds + 1):
-                for publications in folders.values():
-                    step += 1
-                    publications.publish(policy, step)
-        checkpoint = stored_bytes(Path(base))
-    return {f"a checkpoint of {checkpoint / GB:.2f} GB": rows_of(folders)}
-
-
-def rows_of(folders: dict[str, Publications]) -> Rows:
-    rows = []
+            for step in range(rounds + 1):
+                for place, publications in enumerate(folders.values()):
+                    publications.publish(policy, 2 * step + place + 1)
+        checkpoint = stored_bytes(base)
+    rows: Rows = []
     for name, publications in folders.items():
         # without the first publication: nothing lies in the folder before it
-        saved = median(publications.saved[1:])
-        reloaded = median(publications.reloaded[1:])
-        row = {
-            "folder": name,
-            "saved_s": saved,
-            "of_disk": saved / median(folders[DISK].saved[1:]),
-            "reloaded_s": reloaded,
-            "reloaded_of_disk": reloaded / median(folders[DISK].reloaded[1:]),
-            "most_gb": publications.most / GB,
-        }
+        row = {"folder": name, "most_gb": publications.most / GB}
         rows.append(row)
-    return rows
+        for figure in ("saved", "reloaded"):
+            row[f"{figure}_s"] = median(getattr(publications, figure)[1:])
+            row[f"{figure}_of_disk"] = row[f"{figure}_s"] / rows[0][f"{figure}_s"]
+    return {f"a checkpoint of {checkpoint / GB:.2f} GB": rows}
 
 
 if __name__ == "__main__":

@@ -26,20 +26,20 @@ def ratios(run: Path, folder: Path, dtype: str) -> np.ndarray:
     found = []
     for _, calls in RecordedCalls(run).items():
         for call in calls:
+            prompt = len(call.prompt_ids)
             ids = torch.tensor([[*call.prompt_ids, *call.completion_ids]])
             with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"):
-                logits = model(ids).logits[0, len(call.prompt_ids) - 1 : -1].float()
-            own = logits.log_softmax(-1).gather(-1, ids[0, len(call.prompt_ids) :, None])[:, 0]
+                logits = model(ids).logits[0, prompt - 1 : -1].float()
+            own = logits.log_softmax(-1).gather(-1, ids[0, prompt:, None])[:, 0]
             found.append((own.double() - torch.tensor(call.logprobs).double()).exp().numpy())
     return np.concatenate(found)
 
 
 def main(run: str, folder: str, dtype: str) -> None:
     off = np.abs(ratios(Path(run), Path(folder), dtype) - 1)
-    told = ", ".join(
-        f"{quantile:.0%} within {np.quantile(off, quantile):.2g}" for quantile in QUANTILES
-    )
-    print(f"{dtype}, {len(off):,} tokens: |ratio - 1| {told}")
+    print(f"{dtype}, {len(off):,} tokens, |ratio - 1|:")
+    for quantile in QUANTILES:
+        print(f"{quantile:.0%} within {np.quantile(off, quantile):.2g}")
 
 
 if __name__ == "__main__":

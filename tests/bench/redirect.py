@@ -22,11 +22,9 @@ class Redirect:
 
     def request(self, flow):
         engine = urlsplit(ctx.options.bench_engine)
-        flow.request.scheme, flow.request.host, flow.request.port = (
-            "http",
-            engine.hostname,
-            engine.port,
-        )
+        flow.request.scheme = "http"
+        flow.request.host = engine.hostname
+        flow.request.port = engine.port
 
     def responseheaders(self, flow):
         flow.response.stream = True

@@ -25,189 +25,146 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
-import numpy as np
 
-from tests.bench.frame import Rows, command, model_option
-from tests.bench.processes import Engine, resident_mb
-from tests.bench.soak import LENGTHS, PACE
+from tests.bench.at_once import GROUP, JUDGE, ask_in_turns, cpu_seconds
+from tests.bench.frame import Rows, command, milliseconds, model_option
+from tests.bench.processes import resident_mb
+from tests.bench.soak import paced_engine
 from tests.trainer.rollouts.soak import processes
 from tests.trainer.service.served import Served
 
-GROUP = 8
-"""Sessions of a group."""
 PROBE_SECONDS = 0.02
 """Pause between two questions of the probe."""
-_ASK = """curl -sSf -o answer.txt -H 'content-type: application/json' -d \
-'{"model": "m", "messages": [{"role": "user", "content": "turn %d"}]}' https://api.openai.com/v1/chat/completions"""
 
 
 @dataclass
-class Waits:
-    """Seconds that clients waited, and the most memory of service and recorder meanwhile, in MB."""
+class Client:
+    """Questions to a service on connections that stay open, and the seconds that they took."""
 
+    service: Served
     policy: list[float] = field(default_factory=list)
     submit: list[float] = field(default_factory=list)
     events: list[float] = field(default_factory=list)
-    memory: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    most: dict[str, float] = field(default_factory=dict)
+    """Name of a process -> the most memory that it had, in MB."""
     wrong: int = 0
+    ready: threading.Event = field(default_factory=threading.Event)
+    """Set when the first group has ended. From then on events count."""
+    over: threading.Event = field(default_factory=threading.Event)
 
-
-class Client:
-    """One connection to a service, which stays open."""
-
-    def __init__(self, service: Served) -> None:
-        self._connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=600)
-        self._headers = {
-            "authorization": f"Bearer {service.token}",
-            "content-type": "application/json",
-        }
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(urlsplit(self.service.url).netloc, timeout=600)
 
     def ask(
-        self, method: str, path: str, body: dict[str, Any] | None = None
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
     ) -> http.client.HTTPResponse:
-        self._connection.request(method, path, body and json.dumps(body), self._headers)
-        return self._connection.getresponse()
+        headers = {
+            "authorization": f"Bearer {self.service.token}",
+            "content-type": "application/json",
+        }
+        connection.request(method, path, body and json.dumps(body), headers)
+        return connection.getresponse()
 
-    def timed(self, *request: Any) -> tuple[float, int]:
-        """Return the seconds until the whole answer is there, and its status."""
+    def timed(self, times: list[float], expected: int, *request: Any) -> None:
+        """Add the seconds until the whole answer is there. Another status than expected is
+        wrong."""
         began = time.monotonic()
         answer = self.ask(*request)
         answer.read()
-        return time.monotonic() - began, answer.status
+        times.append(time.monotonic() - began)
+        self.wrong += answer.status != expected
 
-    def close(self) -> None:
-        self._connection.close()
+    def follow(self, groups: int) -> None:
+        """Read events until so many groups have ended, after the one that makes it ready."""
+        with closing(self.connect()) as connection:
+            kind = ""
+            for line in self.ask(connection, "GET", "/events"):
+                now = time.time()
+                name, _, value = line.decode().strip().partition(": ")
+                if name == "event":
+                    kind = value
+                if name != "data":
+                    continue
+                event = json.loads(value)
+                if self.ready.is_set():
+                    self.events.append(now - datetime.fromisoformat(event["at"]).timestamp())
+                    self.wrong += kind == "session" and event["status"] != "completed"
+                    groups -= kind == "ended"
+                if kind == "ended":
+                    self.ready.set()
+                if not groups:
+                    return
 
-
-def follow(service: Served, waits: Waits, groups: int, ready: threading.Event) -> None:
-    """Read events until so many groups have ended, after one that ended before `ready`."""
-    with closing(Client(service)) as client:
-        kind = ""
-        for line in client.ask("GET", "/events"):
-            now, (name, _, value) = time.time(), line.decode().partition(": ")
-            kind = value.strip() if name == "event" else kind
-            if name != "data":
-                continue
-            event = json.loads(value)
-            if ready.is_set():
-                waits.events.append(now - datetime.fromisoformat(event["at"]).timestamp())
-                waits.wrong += kind == "session" and event["status"] != "completed"
-                groups -= kind == "ended"
-            if kind == "ended":
-                ready.set()
-            if not groups:
-                return
-
-
-def probe(service: Served, pids: list[int], waits: Waits, over: threading.Event) -> None:
-    """Ask for the policy, and look at the memory, until it is over."""
-    with closing(Client(service)) as client:
-        while not over.wait(PROBE_SECONDS):
-            seconds, status = client.timed("GET", "/policy")
-            waits.policy.append(seconds)
-            waits.wrong += status != 200
-            try:
-                waits.memory = [
-                    max(most, resident_mb(pid))
-                    for most, pid in zip(waits.memory, pids, strict=True)
-                ]
-            except (OSError, StopIteration):  # the recorder died
-                waits.wrong += 1
-                return
-
-
-def cpu_seconds(pid: int) -> tuple[float, float]:
-    """Return the CPU seconds of a process, and of the children that it has waited for."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own, children = sum(map(int, fields[11:13])), sum(map(int, fields[13:15]))
-    ticks = os.sysconf("SC_CLK_TCK")
-    return own / ticks, children / ticks
+    def probe(self, pids: dict[str, int]) -> None:
+        """Ask for the policy, and look at the memory, until it is over."""
+        with closing(self.connect()) as connection:
+            while not self.over.wait(PROBE_SECONDS):
+                self.timed(self.policy, 200, connection, "GET", "/policy")
+                for name, pid in pids.items():
+                    self.most[name] = max(self.most.get(name, 0.0), resident_mb(pid))
 
 
 def load(folder: Path, model: Path, at_once: int, rounds: int, turns: int) -> dict[str, Any]:
     """Run `rounds` times as many sessions as run at once, which make `turns` calls each."""
-    script = "; ".join(["set -e", *(_ASK % turn for turn in range(turns))])
-    (folder / "harness.toml").write_text(
-        f'name = "curl"\nprogram = "sh"\nheadless = {json.dumps(["-c", script])}\n'
-    )
+    headless = json.dumps(["-c", ask_in_turns(turns, stream=False)])
+    harness = folder / "harness.toml"
+    harness.write_text(f'name = "curl"\nprogram = "sh"\nheadless = {headless}\n')
     groups = rounds * at_once // GROUP
-    waits, ready, over = Waits(), threading.Event(), threading.Event()
+    sessions = groups * GROUP
+    task = {"id": "words", "instruction": "go", "evaluate": JUDGE}
+    limits = ["--concurrency", str(at_once), "--queue", str(rounds * at_once + 1)]
     with ExitStack() as stack:
-        settings = {"tokenizer": model, "lengths": LENGTHS, "burst": 0, "pace": PACE}
-        engine = stack.enter_context(Engine("model", folder, settings))
-        service = Served(
-            folder / "run",
-            engine.url,
-            model,
-            folder / "harness.toml",
-            *("--concurrency", str(at_once), "--queue", str(rounds * at_once + 1)),
-            tasks=[{"id": "words", "instruction": "go", "evaluate": ["test", "-s", "answer.txt"]}],
-        )
+        engine = stack.enter_context(paced_engine(folder, model))
+        service = Served(folder / "run", engine.url, model, harness, *limits, tasks=[task])
         stack.callback(service.stop)
-        following = threading.Thread(target=follow, args=(service, waits, groups, ready))
+        client = Client(service)
+        following = threading.Thread(target=client.follow, args=[groups])
         following.start()
         service.submit(sessions=1)
-        ready.wait()  # the recorder has started, and everything has been used once
-        client = stack.enter_context(closing(Client(service)))
-        recorder = next(
-            pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name
-        )
-        pids = [service.process.pid, recorder]
-        idle, before, began = (
-            list(map(resident_mb, pids)),
-            list(map(cpu_seconds, pids)),
-            time.monotonic(),
-        )
-        probing = threading.Thread(target=probe, args=(service, pids, waits, over))
+        client.ready.wait()  # the recorder has started, and everything has been used once
+        pids = {"service": service.process.pid}
+        for pid, name in processes(str(service.run)).items():
+            if "mitmdump" in name:
+                pids["recorder"] = pid
+        idle = {name: resident_mb(pid) for name, pid in pids.items()}
+        before = {name: cpu_seconds(pid) for name, pid in pids.items()}
+        began = time.monotonic()
+        probing = threading.Thread(target=client.probe, args=[pids])
         probing.start()
+        connection = stack.enter_context(closing(client.connect()))
         for _ in range(groups):
-            seconds, status = client.timed("POST", "/groups", {"task": "words", "sessions": GROUP})
-            waits.submit.append(seconds)
-            waits.wrong += status != 201
+            body = {"task": "words", "sessions": GROUP}
+            client.timed(client.submit, 201, connection, "POST", "/groups", body)
         following.join()
-        taken, after = time.monotonic() - began, list(map(cpu_seconds, pids))
-        over.set()
+        taken = time.monotonic() - began
+        after = {name: cpu_seconds(pid) for name, pid in pids.items()}
+        client.over.set()
         probing.join()
-    sessions = groups * GROUP
-    costs = 1e3 * (np.array(after) - np.array(before)) / sessions
     row: dict[str, Any] = {
         "sessions": sessions,
         "at once": at_once,
         "calls": sessions * turns,
         "seconds": taken,
     }
-    for name, own, quiet, most in zip(
-        ("service", "recorder"), costs[:, 0], idle, waits.memory, strict=True
-    ):
-        row |= {
-            f"{name} CPU ms a session": float(own),
-            f"{name} MB idle": quiet,
-            f"{name} MB most": most,
-        }
-    row["programs CPU ms a session"] = float(costs[0, 1])
-    for name, seconds in (
-        ("GET /policy", waits.policy),
-        ("POST /groups", waits.submit),
-        ("event", waits.events),
-    ):
-        p50, p99 = 1e3 * np.percentile(seconds, [50, 99])
-        row |= {
-            f"{name} ms": float(p50),
-            f"{name} p99": float(p99),
-            f"{name} worst": 1e3 * max(seconds),
-        }
+    for name in pids:
+        row[f"{name} CPU ms a session"] = 1e3 * (after[name][0] - before[name][0]) / sessions
+        row[f"{name} MB idle"] = idle[name]
+        row[f"{name} MB most"] = client.most[name]
+    programs = after["service"][1] - before["service"][1]
     return row | {
+        "programs CPU ms a session": 1e3 * programs / sessions,
+        **milliseconds("GET /policy", client.policy),
+        **milliseconds("POST /groups", client.submit),
+        **milliseconds("event", client.events),
         "load average": os.getloadavg()[0],
-        "wrong": waits.wrong + ("Traceback" in service.said),
+        "wrong": client.wrong + ("Traceback" in service.said),
     }
 
 
 @command
-@click.option("--sessions", default=256, show_default=True, help="Sessions that run at once.")
-@click.option(
-    "--rounds", default=2, show_default=True, help="All sessions, as a multiple of these."
-)
-@click.option("--turns", default=3, show_default=True, help="Calls of a session.")
+@click.option("--sessions", default=256, help="Sessions that run at once.")
+@click.option("--rounds", default=2, help="All sessions, as a multiple of these.")
+@click.option("--turns", default=3, help="Calls of a session.")
 @model_option
 def main(sessions: int, rounds: int, turns: int, model: Path) -> dict[str, Rows]:
     """Load a service with many sessions at once, and measure what it costs and how late it is."""

@@ -22,14 +22,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import click
-import numpy as np
 
-from tests.bench.frame import Rows, command, model_option
-from tests.bench.load import Log, Plan, play
+from tests.bench.frame import Rows, command, milliseconds, model_option
+from tests.bench.load import Load
 from tests.bench.model import Model
-from tests.bench.processes import ROOT, Engine, Mitmdump, resident_mb
+from tests.bench.processes import ROOT, Engine, Mitmdump
 from tests.bench.verdict import judge
 
 PACE = 1 / 30
@@ -43,86 +43,71 @@ DISK = "512m"
 """Size of the disk that is filled up."""
 
 
+def paced_engine(folder: Path, tokenizer: Path) -> Engine:
+    """Return an engine that samples 30 tokens a second for each call."""
+    settings = {"tokenizer": tokenizer, "lengths": LENGTHS, "burst": 0, "pace": PACE}
+    return Engine("model", folder, settings)
+
+
 def soak(
-    folder: Path,
-    tokenizer: Path,
-    disk: Path | None,
-    sessions: int,
-    seconds: int,
-    chaos_seconds: int,
+    folder: Path, model: Path, disk: Path | None, sessions: int, seconds: int, chaos_seconds: int
 ) -> Rows:
     """Play the load and then chaos, with the run on `disk` if there is one. Returns a row for each
     phase."""
     run = (disk or folder) / "run"
     faults: Counter[str] = Counter()
     with ExitStack() as stack:
-        settings = {"tokenizer": tokenizer, "lengths": LENGTHS, "burst": 0, "pace": PACE}
-        engine = stack.enter_context(Engine("model", folder, settings))
-        recorder = stack.enter_context(Mitmdump.recorder(folder, run, engine, tokenizer))
+        engine = stack.enter_context(paced_engine(folder, model))
+        recorder = stack.enter_context(Mitmdump.recorder(folder, run, engine, model))
         chaos = time.time() + seconds
-        plan = Plan(recorder.url, recorder.ca, chaos, chaos + chaos_seconds)
+        load = Load(recorder, chaos, chaos + chaos_seconds)
         # this thread has little to do, so that it does not keep the clients waiting
-        playing = stack.enter_context(ThreadPoolExecutor(1)).submit(
-            asyncio.run, play(plan, sessions)
-        )
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        playing = pool.submit(asyncio.run, load.play(sessions))
         before = _measure(recorder)
-        time.sleep(max(0.0, plan.chaos - time.time()))
+        time.sleep(max(0.0, chaos - time.time()))
         after = _measure(recorder)
         for fault in _faults(recorder, engine, disk) if chaos_seconds else ():
             faults[fault] += 1
-            if time.time() + PAUSE_SECONDS >= plan.end:
+            if time.time() + PAUSE_SECONDS >= load.end:
                 break
             time.sleep(PAUSE_SECONDS)
-        log = playing.result()
+        playing.result()
         ended = _measure(recorder)
-    costs = {
-        "CPU %": 100 * (after["CPU s"] - before["CPU s"]) / seconds,
-        "start MB": before["MB"],
-        "end MB": after["MB"],
-        "KB a session": 1024 * (after["MB"] - before["MB"]) / sessions,
-        "log lines": after["log lines"] - before["log lines"],
-    }
-    phases = [
-        {"phase": "load", **costs},
+    phases: Rows = [
+        {
+            "phase": "load",
+            "CPU %": 100 * (after["CPU s"] - before["CPU s"]) / seconds,
+            "start MB": before["MB"],
+            "end MB": after["MB"],
+            "KB a session": 1024 * (after["MB"] - before["MB"]) / sessions,
+            "log lines": after["log lines"] - before["log lines"],
+        },
         {"phase": "chaos", "log lines": ended["log lines"] - after["log lines"], "faults": faults},
     ]
-    for number, verdict in enumerate(
-        judge(run, Model(tokenizer, *LENGTHS), log.replies, plan.chaos)
-    ):
-        errors = {
-            kind: count
-            for (during, kind), count in log.errors.most_common()
-            if during == bool(number)
-        }
-        phases[number] |= {
-            "wrong": verdict.wrong,
-            **vars(verdict),
-            **_headers(log, plan, bool(number)),
-        }
-        phases[number] |= {"errors": errors}
+    verdicts = judge(run, Model(model, *LENGTHS), load.replies, chaos)
+    for number, verdict in enumerate(verdicts):
+        phases[number] |= {"wrong": verdict.wrong, **vars(verdict), **_clients(load, bool(number))}
     return phases
 
 
 def _measure(recorder: Mitmdump) -> dict[str, float]:
     lines = recorder.log.read_bytes().count(b"\n")
-    return {
-        "CPU s": recorder.cpu_seconds(),
-        "MB": resident_mb(recorder.process.pid),
-        "log lines": lines,
-    }
+    return {"CPU s": recorder.cpu_seconds(), "MB": recorder.megabytes(), "log lines": lines}
 
 
-def _headers(log: Log, plan: Plan, chaos: bool) -> dict[str, float]:
-    """Return the times to the headers of streamed replies that ended in a phase."""
-    times = [
-        r.headers_seconds
-        for r in log.replies
-        if r.headers_seconds and (r.at >= plan.chaos) == chaos
-    ]
-    if not times:
-        return {}
-    p50, p99 = 1e3 * np.percentile(times, [50, 99])
-    return {"headers ms": float(p50), "headers p99": float(p99)}
+def _clients(load: Load, chaos: bool) -> dict[str, Any]:
+    """Return what the clients saw in a phase: times to the headers of streamed replies, and
+    errors."""
+    times = []
+    for reply in load.replies:
+        if reply.headers_seconds and (reply.at >= load.chaos) == chaos:
+            times.append(reply.headers_seconds)
+    errors = {}
+    for (during, kind), count in load.errors.most_common():
+        if during == chaos:
+            errors[kind] = count
+    return {**(milliseconds("headers", times) if times else {}), "errors": errors}
 
 
 def _faults(recorder: Mitmdump, engine: Engine, disk: Path | None) -> Iterator[str]:
@@ -158,31 +143,24 @@ def on_a_small_disk(folder: Path, command: list[str]) -> list[str] | None:
     """Return a command that sees a small disk at `folder`, or None when this machine lets nobody
     mount one."""
     mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
-    for options in ("-rm", "-m"):
+    for options in ("-rm", "-m") if shutil.which("unshare") else ():
         prefix = ["unshare", options, "sh", "-c", mount, DISK, str(folder)]
-        if (
-            shutil.which("unshare")
-            and not subprocess.run([*prefix, "true"], capture_output=True).returncode
-        ):
+        if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
             return [*prefix, *command]
     return None
 
 
 @command
-@click.option("--sessions", default=64, show_default=True)
-@click.option("--seconds", default=60, show_default=True, help="Time without faults.")
-@click.option(
-    "--chaos-seconds", default=60, show_default=True, help="Time with faults; 0 for none."
-)
+@click.option("--sessions", default=64)
+@click.option("--seconds", default=60, help="Time without faults.")
+@click.option("--chaos-seconds", default=60, help="Time with faults; 0 for none.")
 @click.option(
     "--disk",
     type=click.Path(path_type=Path),
     help="A small disk to fill up. Default: one that is mounted.",
 )
 @model_option
-def main(
-    sessions: int, seconds: int, chaos_seconds: int, disk: Path | None, model: Path
-) -> dict[str, Rows]:
+def main(disk: Path | None, chaos_seconds: int, **load: Any) -> dict[str, Rows]:
     """Load the recorder with many sessions and faults, and compare every token with the
     engine's."""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as folder:
@@ -192,7 +170,7 @@ def main(
             if mounted := on_a_small_disk(Path(scratch), again):
                 sys.exit(subprocess.run(mounted, cwd=ROOT).returncode)
             click.echo("no full disk: this machine lets nobody mount a small one", err=True)
-        return {"phases": soak(Path(folder), model, disk, sessions, seconds, chaos_seconds)}
+        return {"phases": soak(Path(folder), disk=disk, chaos_seconds=chaos_seconds, **load)}
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
 from tests.bench.client import Client, Timings
-from tests.bench.frame import Rows
+from tests.bench.frame import Rows, milliseconds
 from tests.bench.processes import Engine, Mitmdump
 
 PER_SECOND = 30
@@ -39,25 +40,10 @@ class Loads:
     seconds: int
     megabytes: float
 
-
-def measure(folder: Path, tokenizer: Path, loads: Loads) -> Rows:
-    length = loads.tokens + PER_SECOND * loads.seconds
-    settings = {
-        "tokenizer": tokenizer,
-        "lengths": [length, length],
-        "burst": loads.tokens,
-        "pace": 1 / PER_SECOND,
-    }
-    rows = []
-    with Engine("model", folder, settings) as engine:
-        bare = Mitmdump.bare(folder, engine)
-        for proxy in (bare, Mitmdump.recorder(folder, folder / "stalls", engine, tokenizer)):
-            samples = folder / f"{proxy.name}.lag"
-            with proxy.measuring(samples):
-                for load in (_Streams(loads, length), _Prompt(loads)):
-                    row = {"load": load.name, "target": proxy.name}
-                    rows.append(row | asyncio.run(_measure(load, proxy, samples)))
-    return rows
+    @property
+    def length(self) -> int:
+        """Tokens of a stream at its end."""
+        return self.tokens + PER_SECOND * self.seconds
 
 
 @dataclass(frozen=True)
@@ -70,76 +56,90 @@ class Played:
     statuses: set[int]
 
 
-class _Streams:
-    """Streams that are long already, and grow at the pace of a large model."""
+def measure(folder: Path, tokenizer: Path, loads: Loads) -> Rows:
+    settings = {
+        "tokenizer": tokenizer,
+        "lengths": [loads.length, loads.length],
+        "burst": loads.tokens,
+        "pace": 1 / PER_SECOND,
+    }
+    titles = {
+        f"{loads.streams} streams of {loads.tokens:,} tokens": play_streams,
+        f"a prompt of {loads.megabytes:g} MB": play_prompt,
+    }
+    rows = []
+    with Engine("model", folder, settings) as engine:
+        bare = Mitmdump.bare(folder, engine)
+        for proxy in (bare, Mitmdump.recorder(folder, folder / "stalls", engine, tokenizer)):
+            samples = folder / f"{proxy.name}.lag"
+            with proxy.script("lag.py", bench_lag=samples):
+                for title, play in titles.items():
+                    row = {"load": title, "target": proxy.name}
+                    rows.append(row | asyncio.run(_measure(play, loads, proxy, samples)))
+    return rows
 
-    def __init__(self, loads: Loads, length: int) -> None:
-        self._loads, self._length = loads, length
-        self.name = f"{loads.streams} streams of {loads.tokens:,} tokens"
 
-    async def play(self, proxy: Mitmdump) -> Played:
-        """Play the load. It is measured from the last stream's first tokens to the end of the first
-        stream."""
-        long = [asyncio.Event() for _ in range(self._loads.streams)]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._stream(proxy, event)) for event in long]
-            await asyncio.gather(*(event.wait() for event in long))
-            start = time.monotonic()
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            end = time.monotonic()
-        if end - start < self._loads.seconds / 4:
-            raise click.ClickException(
-                f"{proxy.name}: streams ended before all had begun: give more --stream-seconds"
-            )
-        return Played(start, end, {task.result() for task in tasks})
+async def play_streams(proxy: Mitmdump, loads: Loads) -> Played:
+    """Play streams that are long already, and grow at the pace of a large model.
 
-    async def _stream(self, proxy: Mitmdump, long: asyncio.Event) -> int:
-        body = {**_small(), "max_tokens": self._length, "stream": True}
+    They are measured from the last stream's first tokens to the end of the first stream.
+    """
+
+    async def stream(long: asyncio.Event) -> int:
+        body = {**_small(), "max_tokens": loads.length, "stream": True}
         received = b""
         async with _client(proxy) as client, client.post(body) as response:
             async for data in response.content.iter_any():
                 received += data
-                if len(received) >= _BYTES_PER_TOKEN * self._loads.tokens:
+                if len(received) >= _BYTES_PER_TOKEN * loads.tokens:
                     long.set()
         assert received.endswith(b"data: [DONE]\n\n"), received[-500:]
         return response.status
 
+    long = [asyncio.Event() for _ in range(loads.streams)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(stream(event)) for event in long]
+        for event in long:
+            await event.wait()
+        start = time.monotonic()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        end = time.monotonic()
+    if end - start < loads.seconds / 4:
+        early = "streams ended before all had begun: give more --stream-seconds"
+        raise click.ClickException(f"{proxy.name}: {early}")
+    return Played(start, end, {task.result() for task in tasks})
 
-class _Prompt:
-    def __init__(self, loads: Loads) -> None:
-        self._bytes = int(loads.megabytes * 1e6)
-        self.name = f"a prompt of {loads.megabytes:g} MB"
 
-    async def play(self, proxy: Mitmdump) -> Played:
-        body = _small(_source_text(self._bytes))
-        async with _client(proxy) as client:
-            start = time.monotonic()
-            async with client.post(body) as response:
-                await response.read()
-            return Played(start, time.monotonic(), {response.status})
+async def play_prompt(proxy: Mitmdump, loads: Loads) -> Played:
+    """Send one large prompt."""
+    body = _small(_source_text(int(loads.megabytes * 1e6)))
+    async with _client(proxy) as client:
+        start = time.monotonic()
+        async with client.post(body) as response:
+            await response.read()
+        return Played(start, time.monotonic(), {response.status})
 
 
-async def _measure(load: _Streams | _Prompt, proxy: Mitmdump, samples: Path) -> dict:
+async def _measure(play: Any, loads: Loads, proxy: Mitmdump, samples: Path) -> dict[str, Any]:
     waits: list[tuple[float, float]] = []
     async with _others(proxy, waits):
-        cpu, started = proxy.cpu_seconds(), time.monotonic()
-        played = await load.play(proxy)
+        cpu = proxy.cpu_seconds()
+        started = time.monotonic()
+        played = await play(proxy, loads)
         cpu_share = (proxy.cpu_seconds() - cpu) / (time.monotonic() - started)
     last = played.end + PAUSE_SECONDS  # a pause can cover a short load
-    others = [
-        seconds for ended, seconds in waits if played.start <= ended and ended - seconds <= last
-    ]
+    others = []
+    for ended, seconds in waits:
+        if played.start <= ended and ended - seconds <= last:
+            others.append(seconds)
     late = await _lateness(samples, played)
     return {
         "status": ", ".join(map(str, sorted(played.statuses))),
         "seconds": played.end - played.start,
         "CPU %": 100 * cpu_share,
-        "lag ms": 1e3 * float(np.median(late)),
-        "lag p99": 1e3 * float(np.percentile(late, 99)),
-        "lag worst": 1e3 * float(late.max()),
+        **milliseconds("lag", late),
         "others": len(others),
-        "others' wait ms": 1e3 * float(np.median(others)),
-        "others' worst": 1e3 * max(others),
+        **milliseconds("others' wait", others),
     }
 
 
@@ -189,12 +189,9 @@ def _client(proxy: Mitmdump) -> Client:
     return Client(proxy, {"messages": []}, Timings())
 
 
-def _small(text: str = "Go on.") -> dict:
-    return {
-        "model": "bench",
-        "max_tokens": SMALL_TOKENS,
-        "messages": [{"role": "user", "content": text}],
-    }
+def _small(text: str = "Go on.") -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "bench", "max_tokens": SMALL_TOKENS, "messages": messages}
 
 
 def _source_text(length: int) -> str:

@@ -8,7 +8,7 @@ so on the CPU too, where it would compute all tokens of padded rows.
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from rolltap.trainer.training.step.config import TraceGRPOConfig
 from rolltap.trainer.training.step.pack import Pack
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.bench.groups import single
-from tests.bench.networks import network, vocabulary
+from tests.bench.networks import vocabulary
 from tests.trainer.training.step.tiny import tokenizer
 
 WARM_UP = 256
@@ -44,9 +44,16 @@ class Variant:
     offload: bool = False
 
 
+def now(device: str) -> float:
+    """Return a time in seconds: CPU time on the CPU."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Watch(TrainerCallback):
-    """A callback that takes the time of each step (CPU time on the CPU), and the gradients of the
-    first.
+    """A callback that takes the time of each step, and the gradients of the first, if wanted.
 
     Attributes:
         forwarded: Tokens of a step that went through the model, padding included.
@@ -58,29 +65,20 @@ class Watch(TrainerCallback):
         self.forwarded = 0
         self._device = device
         self._wanted = gradients
-        self._began = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began = self._now()
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began = now(self._device)
 
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
-    ) -> None:
-        """Keep the gradients of the first step, on the CPU."""
-        if not self._wanted or self.gradients:
-            return
-        for name, weight in model.named_parameters():
-            if weight.grad is not None:
-                self.gradients[name] = weight.grad.float().cpu()
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        """Keep the gradients on the CPU."""
+        if self._wanted:
+            self._wanted = False
+            for name, weight in model.named_parameters():
+                if weight.grad is not None:
+                    self.gradients[name] = weight.grad.float().cpu()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds.append(self._now() - self._began)
-
-    def _now(self) -> float:
-        if self._device == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(now(self._device) - self._began)
 
 
 def run_steps(
@@ -135,41 +133,34 @@ def _as_before(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in {
-            model,
-            model.get_base_model() if hasattr(model, "get_base_model") else model,
-        }:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for module in {model, base}:
             module.__dict__.pop("forward", None)
             module.activation_checkpointing_disable()
 
 
-def peaks(
-    name: str, device: str, lengths: list[int], variant: Variant, **options: Any
-) -> list[int]:
+def peaks(make: Callable[[], Any], device: str, lengths: list[int], variant: Variant) -> list[int]:
     """Return the bytes that a step on one trace of each length takes at its peak, more than before
-    the step.
+    the step. `make` makes the model, and can be pickled.
 
     On a CUDA device they are those of its allocator. On the CPU they are those of the resident
     memory of another process, in which memory that is freed goes back to the system.
     """
     if device == "cuda":
-        return _peaks(name, device, lengths, variant, options)
+        return _peaks(make, device, lengths, variant)
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    with (
-        patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"),
-        pool,
-    ):
-        return pool.submit(_peaks, name, device, lengths, variant, options).result()
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    with patch.dict(os.environ, malloc), pool:
+        return pool.submit(_peaks, make, device, lengths, variant).result()
 
 
-def _peaks(
-    name: str, device: str, lengths: list[int], variant: Variant, options: dict[str, Any]
-) -> list[int]:
-    model = network(name, device=device, **options)
-    run_steps(model, single(WARM_UP, vocabulary=vocabulary(name)), variant, 1)
+def _peaks(make: Callable[[], Any], device: str, lengths: list[int], variant: Variant) -> list[int]:
+    model = make()
+    words = vocabulary(model)
+    run_steps(model, single(WARM_UP, vocabulary=words), variant, 1)
     found = []
     for length in lengths:
-        batch = single(length, vocabulary=vocabulary(name))
+        batch = single(length, vocabulary=words)
         before = _mark(device)
         run_steps(model, batch, variant, 1)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")

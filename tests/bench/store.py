@@ -19,57 +19,37 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-import numpy as np
 import pyarrow as pa
 
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call
 from rolltap.addons.store.tables import RunWriter, Sync, read_batches, run_files
-from tests.bench.frame import Rows, command
-from tests.factories import make_call
+from tests.bench.frame import Rows, command, folder_option
+from tests.bench.growing import add_text, grow
 
 TURNS = 60
-NEW_TOKENS, SAMPLED = 466, 200
+NEW_TOKENS = 466
+SAMPLED = 200
 """Token counts of a turn: new prompt tokens after the parent's, and the reply."""
-_WORDS = [
-    "the",
-    "file",
-    "has",
-    "a",
-    "test",
-    "that",
-    "fails",
-    "when",
-    "it",
-    "is",
-    "run",
-    "with",
-    "an",
-    "empty",
-    "list",
+POLICIES: list[tuple[Sync, int]] = [
+    ("never", 1),
+    ("session", 1),
+    ("call", 1),
+    ("call", 16),
+    ("call", 64),
 ]
+FIELDS = {
+    "dialect": "chat",
+    "host": "api.openai.com",
+    "path": "/v1/chat/completions",
+    "model": "model",
+    "finish_reason": "stop",
+}
 
 
 def make_session(number: int) -> Iterator[Call]:
-    """Yield the calls of a session that grows."""
-    some = np.random.default_rng(number)
-    call = None
-    for turn in range(TURNS):
-        call = make_call(
-            f"{number:08x}{turn:024x}",
-            (150_000 ** some.random(NEW_TOKENS)).astype(int).tolist(),
-            (150_000 ** some.random(SAMPLED)).astype(int).tolist(),
-            after=call,
-            session_id=f"session-{number}",
-            logprobs=(-some.exponential(0.3, SAMPLED)).tolist(),
-            dialect="chat",
-            host="api.openai.com",
-            path="/v1/chat/completions",
-            model="model",
-            finish_reason="stop",
-            messages=json.dumps([{"role": "tool", "content": " ".join(some.choice(_WORDS, 650))}]),
-            reply=json.dumps({"role": "assistant", "content": " ".join(some.choice(_WORDS, 100))}),
-        )
+    for call in grow(number, TURNS, NEW_TOKENS, SAMPLED, **FIELDS):
+        add_text(call, number, 650, 100)
         yield call
 
 
@@ -87,36 +67,34 @@ async def _commit(writer: RunWriter, calls: list[Call], at_once: int) -> None:
     await asyncio.gather(*(worker() for _ in range(at_once)))
 
 
-def _commits(folder: Path, calls: list[Call], sync: Sync, at_once: int) -> dict:
+def _commits(folder: Path, calls: list[Call], sync: Sync, at_once: int) -> float:
+    """Return commits per second."""
     write_metadata(folder, {})
-    writer = RunWriter(folder, sync)
-    start = time.perf_counter()
-    asyncio.run(_commit(writer, calls, at_once))
-    seconds = time.perf_counter() - start
-    writer.close()
-    return {"sync": sync, "calls at once": at_once, "commits/s": len(calls) / seconds}
+    with RunWriter(folder, sync) as writer:
+        start = time.perf_counter()
+        asyncio.run(_commit(writer, calls, at_once))
+        return len(calls) / (time.perf_counter() - start)
 
 
-def _disk(folder: Path, size: int, times: int) -> dict:
+def _disk(folder: Path, size: int, times: int) -> float:
+    """Return appends of so many bytes per second."""
     data = bytes(size)
     with (folder / "disk").open("xb", buffering=0) as file:
         start = time.perf_counter()
         for _ in range(times):
             file.write(data)
             os.fdatasync(file.fileno())
-        seconds = time.perf_counter() - start
-    return {"sync": "disk alone", "calls at once": 1, "commits/s": times / seconds}
+        return times / (time.perf_counter() - start)
 
 
-def _sizes(folder: Path) -> list[dict]:
+def _sizes(folder: Path) -> Rows:
     write_metadata(folder, {})
     calls = list(make_session(0))
-    writer = RunWriter(folder, "never")
-    for call in calls:
-        writer.add_call(call)
-    [path] = run_files(folder, "calls")
-    sizes = {"as recorded": path.stat().st_size}
-    writer.close()
+    with RunWriter(folder, "never") as writer:
+        for call in calls:
+            writer.add_call(call)
+        [path] = run_files(folder, "calls")
+        sizes = {"as recorded": path.stat().st_size}
     sizes["compacted"] = path.stat().st_size
     compressed = folder / "compressed"
     options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -125,40 +103,39 @@ def _sizes(folder: Path) -> list[dict]:
         for batch in batches:
             stream.write_batch(batch)
     sizes["compacted, zstd"] = compressed.stat().st_size
-    lines = (json.dumps(asdict(call), default=str) + "\n" for call in calls)
-    sizes["JSON Lines"] = sum(len(line.encode()) for line in lines)
+    sizes["JSON Lines"] = 0
+    for call in calls:
+        sizes["JSON Lines"] += len(json.dumps(asdict(call), default=str).encode()) + 1
     tokens = len(calls[-1].prompt_ids) + SAMPLED
-    return [
-        {"file": file, "bytes": size, "bytes/token": size / tokens} for file, size in sizes.items()
-    ]
+    rows = []
+    for file, size in sizes.items():
+        of_recorded = size / sizes["as recorded"]
+        row = {"file": file, "bytes": size, "bytes/token": size / tokens}
+        rows.append(row | {"of recorded": of_recorded})
+    return rows
 
 
 @command
-@click.option("--commits", default=1800, show_default=True, help="Commits a row.")
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="On the disk to measure.  [default: the system's]",
-)
+@click.option("--commits", default=1800, help="Commits a row.")
+@folder_option
 def main(commits: int, folder: Path | None) -> dict[str, Rows]:
     """Measure commits per second under every sync policy, and bytes per token."""
-    sessions = -(-commits // TURNS)
-    calls = [call for number in range(sessions) for call in make_session(number)][:commits]
-    policies: list[tuple[Sync, int]] = [
-        ("never", 1),
-        ("session", 1),
-        ("call", 1),
-        ("call", 16),
-        ("call", 64),
-    ]
+    calls: list[Call] = []
+    for number in range(-(-commits // TURNS)):
+        calls += make_session(number)
+    del calls[commits:]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         sizes = _sizes(Path(scratch) / "sizes")
-        rows = [_commits(Path(scratch) / f"{sync}-{n}", calls, sync, n) for sync, n in policies]
-        rows.append(_disk(Path(scratch), sizes[0]["bytes"] // TURNS, commits))
-    for row in rows:
-        row["of never"] = row["commits/s"] / rows[0]["commits/s"]
-    for size in sizes:
-        size["of recorded"] = size["bytes"] / sizes[0]["bytes"]
+        measured = []
+        for sync, at_once in POLICIES:
+            per_second = _commits(Path(scratch) / f"{sync}-{at_once}", calls, sync, at_once)
+            measured.append((sync, at_once, per_second))
+        alone = _disk(Path(scratch), sizes[0]["bytes"] // TURNS, commits)
+        measured.append(("disk alone", 1, alone))
+    rows = []
+    for sync, at_once, per_second in measured:
+        row = {"sync": sync, "calls at once": at_once, "commits/s": per_second}
+        rows.append(row | {"of never": per_second / measured[0][2]})
     return {"commits": rows, "sizes": sizes}
 
 

@@ -1,3 +1,6 @@
+"""Most benches run to their end in the deep suite only. The code that they measure has tests of its
+own."""
+
 import json
 import shutil
 import subprocess
@@ -6,66 +9,98 @@ import sys
 import pytest
 
 from tests.bench.processes import ROOT
+from tests.bench.walk import walk
 from tests.conftest import vllm_program
 
 deep = pytest.mark.deep
-"""Most benches run to their end in the deep suite only. The code that they measure has tests of its
-own."""
+MOST_FILES = 33
+"""Files of `addons` that a streamed, continued Chat call visits. Whoever makes them fewer lowers
+it."""
 
 
-def measured(benchmark, *options):
-    command = [sys.executable, "-m", f"tests.bench.{benchmark}", "--json", *map(str, options)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
+def start(options, **how):
+    """Run a bench with options that are words."""
+    command = [sys.executable, "-m", *f"tests.bench.{options}".split()]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **how)
 
 
-def assert_above_zero(rows):
-    for row in rows:
-        assert all(value > 0 for value in row.values() if isinstance(value, int | float)), row
+@pytest.fixture
+def measured(tokenizer_folder):
+    """Return a function that runs a bench, and returns its tables, in which no number is 0.
+
+    `{model}` in its options is a folder with a tokenizer. Figures that are `zero` may be 0.
+    """
+
+    def measured(options, *zero):
+        ended = start(options.format(model=f"--json --model {tokenizer_folder}"), check=True)
+        found = json.loads(ended.stdout)
+        for rows in found.values():
+            for row in rows:
+                for figure, value in row.items():
+                    if isinstance(value, int | float) and figure not in zero:
+                        assert value > 0, row
+        return found
+
+    return measured
+
+
+def column(rows, *figures):
+    return [" ".join(str(row[figure]) for figure in figures) for row in rows]
+
+
+RECORDER = "recorder {model} --streams 0 --requests 2 --chunks 3 --pace 0.001"
+STALLS = "recorder {model} --connections 0 --streams 2 --stream-tokens 300 --stream-seconds 3"
+CONVERSATIONS = "conversations {model} --tokens 2000 --turns 3 --trajectory-tokens 3000"
+APIS = ["openai-chat", "anthropic"]
+TARGETS = ["1 bare redirect", "1 recorder", "2 bare redirect", "2 recorder"]
 
 
 @deep
-def test_every_case_of_every_target_is_measured(tokenizer_folder):
-    few = [
-        "--connections",
-        "1",
-        "--connections",
-        "2",
-        "--requests",
-        "2",
-        "--chunks",
-        "3",
-        "--pace",
-        "0.001",
-    ]
-    found = measured("recorder", "--model", tokenizer_folder, "--streams", 0, *few)
-    assert list(found) == ["replies at once", "streamed"]
-    for rows in found.values():
-        assert [(row["connections"], row["target"]) for row in rows] == [
-            (connections, target)
-            for connections in (1, 2)
-            for target in ("bare redirect", "recorder")
-        ]
-        assert_above_zero(rows)
-
-
-@deep
-def test_the_lag_of_the_loop_and_the_wait_of_others_are_measured_under_each_load(tokenizer_folder):
-    small = ["--streams", 2, "--stream-tokens", 300, "--stream-seconds", 3, "--prompt-mb", 0.05]
-    rows = measured("recorder", "--model", tokenizer_folder, "--connections", 0, *small)[
-        "under load"
-    ]
-    assert [(row["target"], row["load"], row["status"]) for row in rows] == [
-        (target, load, "200")
-        for target in ("bare redirect", "recorder")
-        for load in ("2 streams of 300 tokens", "a prompt of 0.05 MB")
-    ]
-    assert_above_zero(rows)
+@pytest.mark.parametrize(
+    ("options", "figures", "expected"),
+    [
+        pytest.param(
+            f"{RECORDER} --connections 1 --connections 2",
+            ["connections", "target"],
+            {"replies at once": TARGETS, "streamed": TARGETS},
+            id="the recorder beside a bare redirect",
+        ),
+        pytest.param(
+            f"{STALLS} --prompt-mb 0.05",
+            ["target", "load", "status"],
+            {
+                "under load": [
+                    "bare redirect 2 streams of 300 tokens 200",
+                    "bare redirect a prompt of 0.05 MB 200",
+                    "recorder 2 streams of 300 tokens 200",
+                    "recorder a prompt of 0.05 MB 200",
+                ]
+            },
+            id="the lag of the loop under each load",
+        ),
+        pytest.param(
+            CONVERSATIONS,
+            ["API"],
+            {"turns": APIS, "trajectory": APIS},
+            id="long conversations",
+        ),
+        pytest.param(
+            "prompts {model} --tokens 1000 --tokens 2000",
+            [],
+            {"CPU of a call's prompt": ["", ""]},
+            id="prompts of each length",
+        ),
+    ],
+)
+def test_every_case_is_measured(measured, options, figures, expected):
+    found = measured(options)
+    assert {title: column(rows, *figures) for title, rows in found.items()} == expected
 
 
 @deep
 def test_a_soak_compares_every_token_across_the_kill_of_a_recorder(tokenizer_folder):
-    options = ["--sessions", 8, "--seconds", 3, "--chaos-seconds", 1]
-    phases = measured("soak", "--model", tokenizer_folder, *options)["phases"]
+    options = f"--model {tokenizer_folder} --sessions 8 --seconds 3 --chaos-seconds 1"
+    phases = json.loads(start(f"soak --json {options}", check=True).stdout)["phases"]
     assert [phase["wrong"] for phase in phases] == [0, 0]
     assert phases[1]["faults"] == {"kill -9 of a recorder": 1}
     assert sum(phase["received"] for phase in phases) >= 8
@@ -75,190 +110,103 @@ def test_a_soak_compares_every_token_across_the_kill_of_a_recorder(tokenizer_fol
 
 
 @deep
-def test_prompts_are_measured_at_every_length(tokenizer_folder):
-    (rows,) = measured(
-        "prompts", "--model", tokenizer_folder, "--tokens", "1000", "--tokens", "2000"
-    ).values()
-    assert [row["tokens"] // 1000 for row in rows] == [1, 2]
-    assert_above_zero(rows)
-
-
-@deep
-def test_long_conversations_are_measured(tokenizer_folder):
-    small = [
-        "--tokens",
-        2000,
-        "--turns",
-        3,
-        "--trajectory-tokens",
-        3000,
-        "--sessions",
-        2,
-        "--processes",
-        1,
-    ]
-    found = measured(
-        "conversations",
-        "--model",
-        tokenizer_folder,
-        *small,
-        "--session-turns",
-        12,
-        "--reply-seconds",
-        0.05,
-    )
-    assert list(found) == ["turns", "trajectory", "saturated"]
-    assert [row["API"] for row in found["turns"]] == ["openai-chat", "anthropic"]
-    for rows in found.values():
-        assert_above_zero(rows)
-
-
-@deep
-def test_the_view_of_a_run_is_measured(tokenizer_folder):
-    small = ["--sessions", 2, "--calls", 3, "--tokens", 300]
-    found = measured("view", "--model", tokenizer_folder, *small)
-    assert (found["run"][0]["tokens"], found["file"][0].pop("wrong")) == (600, 0)
-    for rows in found.values():
-        assert_above_zero(rows)
+def test_the_view_of_a_run_is_measured(measured):
+    found = measured("view {model} --sessions 2 --turns 3 --tokens 300", "wrong")
+    assert (found["run"][0]["tokens"], found["file"][0]["wrong"]) == (600, 0)
 
 
 @deep
 @pytest.mark.engine
-def test_publications_are_measured_on_the_disk_and_in_memory(tokenizer_folder):
-    small = ["--vllm", vllm_program(), "--layers", 1, "--rounds", 1]
-    ((disk, memory),) = measured("publish", "--model", tokenizer_folder, *small).values()
+def test_publications_are_measured_on_the_disk_and_in_memory(measured):
+    ((disk, memory),) = measured(
+        f"publish {{model}} --vllm {vllm_program()} --layers 1 --rounds 1"
+    ).values()
     assert (disk["folder"], memory["folder"]) == ("disk", "/dev/shm")
     assert disk["most_gb"] == memory["most_gb"]  # two checkpoints
-    assert_above_zero([disk, memory])
 
 
-def test_traces_are_measured_for_a_run_and_for_one_four_times_as_large():
-    ((small, large),) = measured("traces", "--sessions", 2, "--turns", 3, "--tokens", 300).values()
-    assert (small["sessions"], small["traces"], small["tokens"]) == (2, 2, 600)
-    assert (large["sessions"], large["traces"], large["tokens"]) == (8, 8, 2400)
-    assert_above_zero([small, large])
+def test_traces_are_measured_for_a_run_and_for_one_four_times_as_large(measured):
+    (rows,) = measured("traces --json --sessions 2 --turns 3 --tokens 300").values()
+    assert column(rows, "sessions", "traces", "tokens") == ["2 2 600", "8 8 2400"]
 
 
 def test_a_table_has_a_line_for_each_figure_and_the_model_must_exist(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.bench.traces",
-        "--sessions",
-        "1",
-        "--turns",
-        "1",
-        "--tokens",
-        "10",
-    ]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    assert {"sessions", "tokens", "traces/s"} <= {
-        line.split()[1] for line in output.splitlines() if len(line.split()) > 1
-    }
-    command = [sys.executable, "-m", "tests.bench.prompts", "--model", tmp_path / "missing"]
-    assert (
-        "make_model.py" in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr
-    )
+    lines = start("traces --sessions 1 --turns 1 --tokens 10").stdout.splitlines()
+    figures = {line.split()[1] for line in lines if len(line.split()) > 1}
+    assert figures >= {"sessions", "tokens", "traces/s"}
+    refused = start(f"prompts --model {tmp_path / 'missing'}", stderr=subprocess.PIPE)
+    assert "make_model.py" in refused.stderr
 
 
 @deep
 @pytest.mark.harness
-def test_awkward_replies_of_a_session_are_continued(tokenizer_folder):
+def test_awkward_replies_of_a_session_are_continued(measured):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
-    options = ["--model", tokenizer_folder, "--sessions", "1", "--harness", "mini-swe-agent"]
-    ((row,),) = measured("continuity", *options).values()
+    options = "continuity {model} --sessions 1 --harness mini-swe-agent"
+    ((row,),) = measured(options, "rendered", "with context").values()
     assert (row["sessions"], row["completed"], row["root"], row["rendered"]) == (1, 1, 1, 0)
     assert row["bridged"] == row["calls"] - 1 >= 3
     assert row["with context"] == 0
 
 
 @deep
-def test_every_sync_policy_and_every_file_is_measured(tmp_path):
-    found = measured("store", "--commits", 70, "--folder", tmp_path)
-    assert [(row["sync"], row["calls at once"]) for row in found["commits"]] == [
-        ("never", 1),
-        ("session", 1),
-        ("call", 1),
-        ("call", 16),
-        ("call", 64),
-        ("disk alone", 1),
-    ]
-    assert_above_zero(found["commits"])
+def test_every_sync_policy_and_every_file_is_measured(measured, tmp_path):
+    found = measured(f"store --json --commits 70 --folder {tmp_path}")
+    policies = ["never 1", "session 1", "call 1", "call 16", "call 64", "disk alone 1"]
+    assert column(found["commits"], "sync", "calls at once") == policies
     sizes = {row["file"]: row["bytes"] for row in found["sizes"]}
-    assert (
-        sizes["compacted, zstd"]
-        < sizes["compacted"]
-        < sizes["as recorded"]
-        < sizes["JSON Lines"] / 8
-    )
+    assert sizes["compacted, zstd"] < sizes["compacted"] < sizes["as recorded"]
+    assert sizes["as recorded"] < sizes["JSON Lines"] / 8
 
 
 @deep
-def test_a_box_and_its_way_out_are_measured_in_every_runtime_of_this_machine():
-    few = ["--boxes", 1, "--rounds", 1, "--round-trips", 5, "--connections", 2, "--megabytes", 1]
-    (rows,) = measured("isolation", *few).values()
+def test_a_box_and_its_way_out_are_measured_in_every_runtime_of_this_machine(measured):
+    few = "--boxes 1 --rounds 1 --round-trips 5 --connections 2 --megabytes 1"
+    (rows,) = measured(f"isolation --json {few}").values()
     assert rows[0]["runtime"] == "process"
-    assert {value for column, value in rows[0].items() if column.endswith("ratio")} == {1.0}
-    assert_above_zero(rows)
+    assert {value for figure, value in rows[0].items() if figure.endswith("ratio")} == {1.0}
 
 
-def test_slots_of_their_own_keep_more_sessions_running_than_one_slot_for_all():
-    (rows,) = measured("queue", "--sessions", 160, "--slots", 8).values()
+def test_slots_of_their_own_keep_more_sessions_running_than_one_slot_for_all(measured):
+    (rows,) = measured("queue --json --sessions 160 --slots 8", "groups overtaken").values()
     busy = {row["case"]: row["busy"] for row in rows}
     assert busy["one slot for all"] < busy["ready 0"] < busy["ready 4"] <= 1
 
 
 @deep
-def test_a_training_is_measured_by_how_far_its_rollouts_may_run_ahead(tokenizer_folder):
-    tables = measured(
-        "rollouts", "--ahead", "--model", tokenizer_folder, "--median", 0.02, "--steps", 3
-    )
-    for rows in tables.values():
-        assert [(row["max_staleness"], row["oldest"] <= row["max_staleness"]) for row in rows] == [
-            (0, True),
-            (1, True),
-            (2, True),
-        ]
-        assert all(row["steps an hour"] > 0 and 0 < row["engine busy"] <= 1 for row in rows)
+def test_a_training_is_measured_by_how_far_its_rollouts_may_run_ahead(measured):
+    options = "rollouts --json --median 0.02 --steps 3"
+    for rows in measured(options, "max_staleness", "oldest", "stale").values():
+        assert column(rows, "max_staleness") == ["0", "1", "2"]
+        assert all(row["oldest"] <= row["max_staleness"] for row in rows)
+        assert all(row["engine busy"] <= 1 for row in rows)
 
 
 @deep
-def test_the_phases_of_a_rollout_are_measured_case_by_case(tokenizer_folder):
-    (rows,) = measured(
-        "rollouts", "--model", tokenizer_folder, "--median", 0.02, "--slots", 8
-    ).values()
-    assert [row["case"] for row in rows] == [
-        "judges hold a slot",
-        "ready 0",
-        "ready 4, judges not warmed",
-        "ready 4",
-    ]
-    assert_above_zero(rows)
+def test_a_fleet_is_measured_by_its_nodes(measured):
+    nodes, _ = measured("fleet {model} --median 0.1 --slots 2").values()
+    assert column(nodes, "nodes", "sessions") == ["1 16", "2 32", "4 64"]
 
 
 @deep
-def test_a_fleet_is_measured_by_its_nodes_and_a_larger_one_in_virtual_time(tokenizer_folder):
-    arguments = "--ray", "--model", tokenizer_folder, "--median", 0.1, "--slots", 2
-    placed, nodes, way = measured("rollouts", *arguments).values()
-    assert [row["sessions"] for row in placed] == [10_000] * 2
-    assert placed[0]["groups on one node"] == 1 > placed[1]["groups on one node"] > 0.9
-    assert [(row["nodes"], row["sessions"]) for row in nodes] == [(1, 16), (2, 32), (4, 64)]
-    assert_above_zero([*nodes, *way])
+@pytest.mark.parametrize(
+    "bench", ["service {model} --rounds 1", "at_once {model} --runtime process"]
+)
+def test_many_sessions_at_once_are_measured_and_none_fails(measured, bench):
+    ((row,),) = measured(f"{bench} --sessions 8 --turns 1", "wrong").values()
+    assert (row["wrong"], row["sessions"], row["calls"]) == (0, 8, 8)
 
 
-@deep
-def test_a_service_is_measured_with_its_recorder_and_no_session_fails(tokenizer_folder):
-    ((row,),) = measured(
-        "service", "--model", tokenizer_folder, "--sessions", 8, "--rounds", 1, "--turns", 1
-    ).values()
-    assert (row.pop("wrong"), row["sessions"], row["calls"]) == (0, 8, 8)
-    assert_above_zero([row])
-
-
-@deep
-def test_the_lag_of_a_driver_with_many_sessions_is_measured(tokenizer_folder):
-    few = ["--sessions", 8, "--turns", 1, "--runtime", "process"]
-    [row] = measured("at_once", "--model", tokenizer_folder, *few)["driver"]
-    assert (row["sessions"], row["calls"], row["wrong"]) == (8, 8, 0)
-    assert row["loop lag worst"] > 0
+def test_a_call_visits_few_files_from_the_proxy_to_the_store(
+    tmp_path, scripted_engine, tokenizer_folder
+):
+    found = walk(tmp_path, scripted_engine, tokenizer_folder)
+    assert len(found.files) <= MOST_FILES, found.files
+    folders = {file.partition("/")[0] for file in found.files}
+    assert folders >= {"proxy", "dialects", "endpoint", "prompts", "engine", "store"}
+    # a hop is a call from one file to another
+    assert ("endpoint/generation.py", "engine/pool.py") in found.hops
+    for caller, callee in found.hops:
+        assert caller != callee
+        assert {caller, callee} <= {*found.files}

@@ -9,6 +9,7 @@ from tests.factories import START, make_call, says, write_run
 
 REPLY = Received(session_id="s", call_id="c", text="Hello", calls=[], at=0.0, headers_seconds=None)
 COUNTS = ("wrong", "mismatches", "missing", "differing", "doubles", "received", "unheard")
+PROMPT = [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -17,25 +18,27 @@ def model(tokenizer_folder):
 
 
 @pytest.fixture
-def call(model):
-    """Return a call whose tokens are those that the model samples."""
-    completion = model.complete([1, 2, 3], [])
-    fields = {"logprobs": completion.logprobs, "finish_reason": "stop", "reply": says("Hello")}
-    return make_call("c", [1, 2, 3], completion.token_ids, **fields)
+def completion(model):
+    return model.complete(PROMPT, [])
 
 
 @pytest.fixture
-def found(model, call, tmp_path):
-    """Return a function of replies and fields of the call. It returns the counts above 0 of the
-    verdict on a run."""
+def found(model, completion, tmp_path):
+    """Return a function of replies, and of other fields than those of the call that the model
+    samples. It returns the counts above 0 of the verdict on a run."""
+    call = make_call("c", PROMPT, completion.token_ids, finish_reason="stop", reply=says("Hello"))
+    call.logprobs = completion.logprobs
 
     def found(*replies, calls=1, **fields):
         # a recorder writes no call twice; two writers are two recorders
         for _ in range(calls):
             write_run(tmp_path, replace(call, **fields))
         before, after = judge(tmp_path, model, replies, START.timestamp() + 1)
-        counts = {key: getattr(before, key) + getattr(after, key) for key in COUNTS}
-        return {key: count for key, count in counts.items() if count}
+        counts = {}
+        for key in COUNTS:
+            if count := getattr(before, key) + getattr(after, key):
+                counts[key] = count
+        return counts
 
     return found
 
@@ -60,19 +63,17 @@ def test_a_reply_in_two_rows_is_found(found):
     assert found(REPLY, calls=2)["doubles"] == 1
 
 
-def test_a_token_and_a_log_probability_that_differ_are_found(found, call):
-    ids, logprobs = call.completion_ids, call.logprobs
-    changed = {"completion_ids": [*ids[:-2], 9, ids[-1]], "logprobs": [*logprobs[:-1], -0.5]}
-    assert found(REPLY, **changed) == {"received": 1, "wrong": 2, "mismatches": 2}
+def test_a_token_and_a_log_probability_that_differ_are_found(found, completion):
+    ids = completion.token_ids
+    logprobs = [*completion.logprobs[:-1], -0.5]
+    counts = found(REPLY, completion_ids=[*ids[:-2], 9, ids[-1]], logprobs=logprobs)
+    assert counts == {"received": 1, "wrong": 2, "mismatches": 2}
 
 
-def test_a_completed_call_that_lacks_its_last_token_is_found(found, call):
-    assert (
-        found(REPLY, completion_ids=call.completion_ids[:-1], logprobs=call.logprobs[:-1])[
-            "mismatches"
-        ]
-        == 1
-    )
+def test_a_completed_call_that_lacks_its_last_token_is_found(found, completion):
+    ids = completion.token_ids[:-1]
+    counts = found(REPLY, completion_ids=ids, logprobs=completion.logprobs[:-1])
+    assert counts["mismatches"] == 1
 
 
 def test_the_tokens_of_a_call_are_those_of_its_prompt(found):
@@ -82,12 +83,9 @@ def test_the_tokens_of_a_call_are_those_of_its_prompt(found):
 def test_an_engine_continues_a_reply_of_another_process_and_refuses_tokens_that_it_does_not_sample(
     model, tokenizer
 ):
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hello"}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
+    hello = [{"role": "user", "content": "Hello"}]
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    prompt = tokenizer.apply_chat_template(hello, **how)
     completion, done = model.begin(prompt)
     assert done == 0
     for sampled in (4, 5, len(completion.token_ids) - 1):

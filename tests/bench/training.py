@@ -23,8 +23,8 @@ On a CUDA device seconds are wall-clock time. Each figure is the least of its ro
 
 import json
 import platform
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import Pack, TraceRow
 from tests.bench.flops import costs, of_pack, of_padded, step_flops
 from tests.bench.frame import Rows, show
-from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, rows_of, single
+from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, sessions_of, single
 from tests.bench.networks import NETWORKS, checkpoint_bytes, network, vocabulary
-from tests.bench.steps import Variant, peaks, run_steps
+from tests.bench.steps import Variant, now, peaks, run_steps
 
 LENGTHS = [2048, 4096, 8192, 16384]
 """Tokens of the traces whose peak memory is measured."""
@@ -72,48 +72,43 @@ class Training:
         self.device = device
         self.scale = scale
         self.rounds = rounds
-        self.options: dict[str, Any] = {"dtype": torch.float32, "lora": False}
-        if device == "cuda":
-            self.options = {"dtype": torch.bfloat16, "lora": True}
+        cuda = device == "cuda"
+        self.options = {"dtype": torch.bfloat16 if cuda else torch.float32, "lora": cuda}
+
+    def network(self, name: str) -> Any:
+        return network(name, device=self.device, **self.options)
 
     def groups(self) -> Rows:
         """Return one row for each batch."""
-        found = []
-        model = self._network(self.name)
-        words = vocabulary(self.name)
+        model = self.network(self.name)
+        words = vocabulary(model)
+        batches = {}
         for title, shape in SHAPES.items():
-            batch = generate(shape, scale=self.scale, vocabulary=words, seed=0)
-            found.append({"batch": title, **self._compare(model, batch)})
-        alone = single(SINGLE[self.device], vocabulary=words)
-        found.append({"batch": "one trace", **self._compare(model, alone)})
-        model = self._network("quickstart")
-        short = generate(SHORT, scale=SHORT_SCALE, vocabulary=vocabulary("quickstart"), seed=0)
-        found.append(
-            {"batch": "short, no checkpointing", **self._compare(model, short, checkpointing=False)}
-        )
-        return found
+            batches[title] = generate(shape, scale=self.scale, vocabulary=words, seed=0)
+        batches["one trace"] = single(SINGLE[self.device], vocabulary=words)
+        rows = [{"batch": title, **self._compare(model, each)} for title, each in batches.items()]
+        model = self.network("quickstart")
+        short = generate(SHORT, scale=SHORT_SCALE, vocabulary=vocabulary(model), seed=0)
+        row = self._compare(model, short, checkpointing=False)
+        return [*rows, {"batch": "short, no checkpointing", **row}]
 
     def trees(self) -> Rows:
         """Return one row for each tree. All have three levels."""
-        model = prepare(self._network(self.name), 1.0)
+        model = prepare(self.network(self.name), 1.0)
         model.activation_checkpointing_enable()
         found = []
         for branches in BRANCHES:
-            rows = tree(branches, vocabulary(self.name))
+            rows = tree(branches, vocabulary(model))
 
             def step(rows: list[TraceRow] = rows) -> None:
                 pack = Pack([rows], self.device)
                 logprobs = pack.unpack(model(**pack.inputs()).log_probs)
                 logprobs.sum().backward()
 
-            seconds = self._least(step)
             pack = Pack([rows])
-            row = {
-                "segments": len(pack.parents),
-                "tokens": pack.tokens,
-                "seconds": seconds,
-                "us_per_token": 1e6 * seconds / pack.tokens,
-            }
+            row = {"segments": len(pack.parents), "tokens": pack.tokens}
+            row["seconds"] = self._least(step)
+            row["us_per_token"] = 1e6 * row["seconds"] / pack.tokens
             found.append(row)
         return found
 
@@ -121,20 +116,14 @@ class Training:
         """Return one row for each part of the layout."""
         sessions = []
         for number in range(LAYOUT_GROUPS):
-            batch = generate(
-                LONG, scale=LAYOUT_SCALE, vocabulary=150_000, seed=0, group=str(number)
-            )
-            sessions += sessions_of(batch)
+            how = {"scale": LAYOUT_SCALE, "vocabulary": 150_000, "seed": 0}
+            sessions += sessions_of(generate(LONG, group=str(number), **how))
         tokens = sum(len(row.ids) for rows in sessions for row in rows)
-        steps: dict[str, Callable[[], Any]] = {
-            "spread": lambda: spread(sessions, 4),
-            "pack": lambda: Pack(sessions),
-        }
+        steps = {"spread": partial(spread, sessions, 4), "pack": partial(Pack, sessions)}
         found = []
         for name, step in steps.items():
-            found.append(
-                {"part": name, "tokens": tokens, "ns_per_token": 1e9 * self._least(step) / tokens}
-            )
+            each = 1e9 * self._least(step) / tokens
+            found.append({"part": name, "tokens": tokens, "ns_per_token": each})
         return found
 
     def memory(self) -> Rows:
@@ -150,17 +139,17 @@ class Training:
         if self.device == "cpu":
             # the host's memory is the device's
             del ways["packed, offloaded"]
+        half = (len(LENGTHS) - 1) // 2
         found = []
         for title, variant in ways.items():
-            values = peaks(name, self.device, LENGTHS, variant, **self.options)
-            half = (len(LENGTHS) - 1) // 2
+            values = peaks(partial(self.network, name), self.device, LENGTHS, variant)
             row = {
                 "way": title,
                 "model": name,
                 "tokens": LENGTHS,
                 "mib": [value / 2**20 for value in values],
                 "bytes_per_token": float(np.polyfit(LENGTHS[half:], values[half:], 1)[0]),
-                "checkpoints_per_token": checkpoint_bytes(self._network(name)),
+                "checkpoints_per_token": checkpoint_bytes(self.network(name)),
             }
             found.append(row)
         return found
@@ -170,95 +159,79 @@ class Training:
     ) -> dict[str, Any]:
         """Return the figures of a batch in both ways."""
         sessions = sessions_of(batch)
+        rows = [row for session in sessions for row in session]
         numbers = sorted({-(-len(sessions) // size) for size in SESSIONS_AT_ONCE})
-        variants: dict[Any, Variant] = {"packed": Variant("packed", 1, checkpointing)}
+        variants = {0: Variant("packed", 1, checkpointing)}
         for number in numbers:
             variants[number] = Variant("padded", number, checkpointing)
         seconds, forwarded = self._by_turns(model, batch, variants)
+        packed = seconds.pop(0)
+        # a way that does not fit has no time
         best = min(numbers, key=lambda number: seconds[number] or float("inf"))
+        padded = seconds[best]
 
         work = of_pack(Pack(sessions))
-        rows = [row for session in sessions for row in session]
         model_costs = costs(model)
-        flops = step_flops(model_costs, work)
         padded_flops = step_flops(model_costs, of_padded(rows, row_parts(sessions, best)))
         tokens = sum(len(row.ids) for row in rows)
         return {
             "rows": len(rows),
             "tokens": tokens,
             "tokens_packed": work.tokens,
-            "forwarded": forwarded["packed"],
+            "forwarded": forwarded[0],
             "scored": work.scored,
-            "padded": seconds[best],
+            "padded": padded,
             "micro_batches": best,
-            "packed": seconds["packed"],
-            "ratio": _ratio(seconds["packed"], seconds[best]),
-            "flops_ratio": flops / padded_flops,
-            "tokens_per_second": _ratio(tokens, seconds["packed"]),
+            "packed": packed,
+            "ratio": packed / padded if packed and padded else None,
+            "flops_ratio": step_flops(model_costs, work) / padded_flops,
+            "tokens_per_second": tokens / packed if packed else None,
         }
-
-    def _network(self, name: str) -> Any:
-        return network(name, device=self.device, **self.options)
 
     def _least(self, step: Callable[[], Any]) -> float:
         """Return the least seconds of a step, as a `Watch` has them."""
         times = []
         for _ in range(max(3, self.rounds)):
-            began = self._now()
+            began = now(self.device)
             step()
-            times.append(self._now() - began)
+            times.append(now(self.device) - began)
         return min(times)
 
-    def _now(self) -> float:
-        if self.device == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
     def _by_turns(
-        self, model: Any, batch: TraceBatch, variants: dict[Any, Variant]
-    ) -> tuple[dict[Any, float | None], dict[Any, int]]:
+        self, model: Any, batch: TraceBatch, variants: dict[int, Variant]
+    ) -> tuple[dict[int, float | None], dict[int, int]]:
         """Return for each variant the least seconds of a step, None if it does not fit into memory,
         and its tokens."""
-        seconds: dict[Any, float | None] = dict.fromkeys(variants, float("inf"))
-        forwarded: dict[Any, int] = dict.fromkeys(variants, 0)
-        words = model.config.get_text_config().vocab_size
-        run_steps(model, single(64, vocabulary=words), Variant(), 1)
+        seconds: dict[int, float | None] = dict.fromkeys(variants, float("inf"))
+        forwarded = dict.fromkeys(variants, 0)
+        run_steps(model, single(64, vocabulary=vocabulary(model)), Variant(), 1)
         for _ in range(self.rounds):
             for name, variant in variants.items():
-                best = seconds[name]
-                if best is None:
+                least = seconds[name]
+                if least is None:
                     continue
                 try:
                     watch = run_steps(model, batch, variant, 1)
                 except torch.OutOfMemoryError:
                     seconds[name] = None
                     torch.cuda.empty_cache()
-                    continue
-                seconds[name] = min(best, *watch.seconds)
-                forwarded[name] = watch.forwarded
+                else:
+                    seconds[name] = min(least, *watch.seconds)
+                    forwarded[name] = watch.forwarded
         return seconds, forwarded
-
-
-def sessions_of(batch: TraceBatch) -> list[list[TraceRow]]:
-    """Return the rows of each session that has traces."""
-    found: dict[str, list[TraceRow]] = {}
-    for trace, row in zip(batch.traces, rows_of(batch), strict=True):
-        found.setdefault(trace.session_id, []).append(row)
-    return [*found.values()]
 
 
 def row_parts(sessions: list[list[TraceRow]], number: int) -> list[list[int]]:
     """Return for each of `number` micro-batches the indices of its rows, counted over all
     sessions."""
-    indices: list[list[int]] = []
-    rows = 0
-    for session in sessions:
-        indices.append([*range(rows, rows + len(session))])
-        rows += len(session)
-    return [
-        [row for session in part for row in indices[session]] for part in spread(sessions, number)
-    ]
+    starts = np.cumsum([0, *map(len, sessions)]).tolist()
+    parts = []
+    for part in spread(sessions, number):
+        indices: list[int] = []
+        for session in part:
+            indices += range(starts[session], starts[session + 1])
+        parts.append(indices)
+    return parts
 
 
 def tree(branches: int, words: int) -> list[TraceRow]:
@@ -270,26 +243,17 @@ def tree(branches: int, words: int) -> list[TraceRow]:
     trunk, *parts = random.integers(3, words, (segments, length)).astype(np.int32)
     scored = np.arange(2 * length, 3 * length)
     rows = []
-    for i in range(branches):
-        for leaf in parts[branches + i * branches :][:branches]:
-            ids = np.concatenate([trunk, parts[i], leaf])
-            rows.append(TraceRow(ids, scored))
+    for number, leaf in enumerate(parts[branches:]):
+        ids = np.concatenate([trunk, parts[number // branches], leaf])
+        rows.append(TraceRow(ids, scored))
     return rows
 
 
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return None if over is None or under is None else over / under
-
-
-@click.command(
-    help="Measure training steps on traces that share prefixes: packed rows against padded rows."
-)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.command(context_settings={"show_default": True})
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option("--model", type=click.Choice(NETWORKS), help="small on the CPU, 4b on a CUDA device.")
-@click.option(
-    "--scale", type=float, help="Divides numbers of tokens. 16 on the CPU, 4 on a CUDA device."
-)
-@click.option("--rounds", default=3, show_default=True)
+@click.option("--scale", type=float, help="Divides numbers of tokens: by 16, on CUDA by 4.")
+@click.option("--rounds", default=3)
 @click.option(
     "--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS, help="Only these."
 )
@@ -302,21 +266,22 @@ def main(
     parts: tuple[str, ...],
     as_json: Path | None,
 ) -> None:
-    cuda = device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise click.ClickException(
-            "torch finds no CUDA device: run it on a machine with one, or with --device cpu"
-        )
-    if not cuda:
+    """Measure training steps on traces that share prefixes: packed rows against padded rows."""
+    where = f"{platform.machine()}, 1 thread"
+    if device == "cpu":
         torch.set_num_threads(1)
-    name = model or ("4b" if cuda else "small")
-    bench = Training(name, device, scale=scale or (4 if cuda else 16), rounds=rounds)
+        bench = Training(model or "small", device, scale=scale or 16, rounds=rounds)
+    elif torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
+        bench = Training(model or "4b", device, scale=scale or 4, rounds=rounds)
+    else:
+        remedy = "run it on a machine with one, or with --device cpu"
+        raise click.ClickException(f"torch finds no CUDA device: {remedy}")
+    modules = (torch, transformers, trl, peft)
     found: dict[str, Any] = {
         "environment": {
-            "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, 1 thread",
-            "versions": {
-                module.__name__: module.__version__ for module in (torch, transformers, trl, peft)
-            },
+            "device": where,
+            "versions": {module.__name__: module.__version__ for module in modules},
             "model": bench.name,
             "scale": bench.scale,
             "rounds": rounds,

@@ -49,6 +49,27 @@ class Verdict:
         """Number of findings that no recorder may have."""
         return self.mismatches + self.missing + self.differing + self.doubles
 
+    def add(self, call: Call, model: Model, replies: list[Received]) -> None:
+        """Compare a row with the tokens that the engine sent, and with the replies of clients."""
+        length = len(call.completion_ids)
+        self.calls += 1
+        self.tokens += length
+        self.kinds[call.kind] += 1
+        self.statuses[call.status] += 1
+        self.excluded += call.violation is not None
+        if call.kind == "rendered":
+            self.reasons[first_words(call)] += 1
+        expected = model.complete(call.prompt_ids, call.completion_ids)
+        self.mismatches += _differences(call.completion_ids, expected.token_ids[:length])
+        self.mismatches += _differences(call.logprobs, expected.logprobs[:length])
+        if call.status == "completed":
+            self.mismatches += max(0, len(expected.token_ids) - length)
+            self.unheard += not replies
+        self.received += len(replies)
+        self.doubles += max(0, len(replies) - 1)
+        for reply in replies:
+            self.differing += _said(call) != (reply.session_id, reply.text, reply.calls)
+
 
 def judge(run: Path, model: Model, replies: list[Received], chaos: float) -> list[Verdict]:
     """Return the verdict on the calls before `chaos`, a `time.time`, and on those from then on.
@@ -60,62 +81,30 @@ def judge(run: Path, model: Model, replies: list[Received], chaos: float) -> lis
     by_call: dict[str, list[Received]] = {}
     for reply in replies:
         by_call.setdefault(reply.call_id, []).append(reply)
-    twice = {call_id for call_id, number in rows.items() if number > 1}
-    if not twice:  # the reader refuses such a run
+    if not rows or max(rows.values()) == 1:  # the reader refuses a run with a call in two rows
         for session in iter_sessions(run):
             for call in session.calls:
-                _judge(
-                    call,
-                    model,
-                    by_call.pop(call.call_id, []),
-                    parts[call.started_at.timestamp() >= chaos],
-                )
+                part = parts[call.started_at.timestamp() >= chaos]
+                part.add(call, model, by_call.pop(call.call_id, []))
     for call_id, left in by_call.items():
         part = parts[left[0].at >= chaos]
         part.received += len(left)
-        part.doubles += call_id in twice
-        part.missing += call_id not in rows
+        part.doubles += rows[call_id] > 1
+        part.missing += rows[call_id] == 0
     return parts
-
-
-def _judge(call: Call, model: Model, replies: list[Received], part: Verdict) -> None:
-    part.calls += 1
-    part.kinds[call.kind] += 1
-    part.statuses[call.status] += 1
-    part.excluded += call.violation is not None
-    if call.kind == "rendered":
-        part.reasons[first_words(call)] += 1
-    expected = model.complete(call.prompt_ids, call.completion_ids)
-    length = len(call.completion_ids)
-    part.tokens += length
-    part.mismatches += _differences(call.completion_ids, expected.token_ids[:length])
-    part.mismatches += _differences(call.logprobs, expected.logprobs[:length])
-    if call.status == "completed":
-        part.mismatches += max(0, len(expected.token_ids) - length)
-        part.unheard += not replies
-    part.received += len(replies)
-    part.doubles += max(0, len(replies) - 1)
-    part.differing += sum(not _same(call, reply) for reply in replies)
 
 
 def _differences(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     both = min(len(ours), len(theirs))
-    return (
-        int((np.asarray(ours[:both]) != np.asarray(theirs[:both])).sum())
-        + max(len(ours), len(theirs))
-        - both
-    )
+    unequal = np.asarray(ours[:both]) != np.asarray(theirs[:both])
+    return int(unequal.sum()) + max(len(ours), len(theirs)) - both
 
 
-def _same(call: Call, reply: Received) -> bool:
+def _said(call: Call) -> tuple[str, str | None, list[tuple[str, Any]]]:
     message = json.loads(call.reply or "{}")
     functions = [tool_call["function"] for tool_call in message.get("tool_calls", [])]
     calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
-    return (call.session_id, message.get("content"), calls) == (
-        reply.session_id,
-        reply.text,
-        reply.calls,
-    )
+    return call.session_id, message.get("content"), calls
 
 
 def first_words(call: Call) -> str:

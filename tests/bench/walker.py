@@ -26,9 +26,7 @@ class Walker:
         self._clear()
 
     def load(self, loader):
-        loader.add_option(
-            "bench_walk", str, "", "File that the functions and the hops are written to."
-        )
+        loader.add_option("bench_walk", str, "", "File that the walk is written to.")
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
@@ -38,10 +36,13 @@ class Walker:
         Path(ctx.options.bench_walk).write_text(json.dumps(found))
 
     def _clear(self):
-        self._functions, self._hops, self._entered = {}, [], set()
+        self._functions = {}
+        self._hops = []
+        self._entered = set()
 
     def _called(self, frame, event, _):
-        if event != "call" or (file := _file_of(frame)) is None:
+        file = _file_of(frame)
+        if event != "call" or file is None:
             return
         if frame.f_code.co_flags & _RESUMED:
             if frame in self._entered:

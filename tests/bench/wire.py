@@ -10,11 +10,12 @@ from typing import Any
 
 SYSTEM = "You repair programs. Look before you write, and run the tests."
 MAX_TOKENS = 100_000
-_PARAMETERS = {
+PARAMETERS = {
     "type": "object",
     "properties": {"command": {"type": "string"}},
     "required": ["command"],
 }
+_BASH = {"name": "bash", "description": "Run a command."}
 
 
 class Failure(Exception):
@@ -23,7 +24,9 @@ class Failure(Exception):
 
     def __init__(self, kind: str, *, retryable: bool = True, after: float = 0.0) -> None:
         super().__init__(kind)
-        self.kind, self.retryable, self.after = kind, retryable, after
+        self.kind = kind
+        self.retryable = retryable
+        self.after = after
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,31 @@ class Api:
         """Return the items of a user's message."""
         return [{"role": "user", "content": text}]
 
+    def next(self, answer, text):
+        """Return the items after an answer: a text as the results of its calls, or as the
+        user's."""
+        return self.results(answer, text) if answer.calls else self.said(text)
+
     def read(self, data: bytes, streamed: bool) -> Answer:
         """Return the answer in a body or a stream. Raises `Failure`, for instance when a stream's
         end is missing."""
-        lines = (
-            [line[5:].strip() for line in data.split(b"\n") if line.startswith(b"data:")]
-            if streamed
-            else [data]
-        )
-        events = [json.loads(line) for line in lines if line != b"[DONE]"]
+        texts = [data]
+        if streamed:
+            texts = [line[5:].strip() for line in data.split(b"\n") if line.startswith(b"data:")]
+        events = [json.loads(text) for text in texts if text != b"[DONE]"]
         for event in events:
-            if error := event.get("error") or (event.get("response") or {}).get("error"):
+            error = event.get("error") or (event.get("response") or {}).get("error")
+            if error:
                 raise Failure(f"error inside a 200: {error.get('code') or error.get('type')}")
         if not streamed:
             return self.whole(events[0])
         if not events or not self.is_end(events[-1]):
             raise Failure("a stream without an end")
         return self.whole(self.joined(events))
+
+
+def joined_text(parts: list[dict[str, Any]]) -> str:
+    return "".join(part["text"] for part in parts if "text" in part and not part.get("thought"))
 
 
 class Chat(Api):
@@ -77,39 +88,37 @@ class Chat(Api):
         return "https://api.openai.com/v1/chat/completions"
 
     def body(self, items, streamed):
-        function = {"name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}
         messages = [{"role": "system", "content": SYSTEM}, *items]
-        tools = [{"type": "function", "function": function}]
+        tools = [{"type": "function", "function": {**_BASH, "parameters": PARAMETERS}}]
         return {"model": "bench", "messages": messages, "tools": tools, "stream": streamed}
 
     def results(self, answer, text):
-        return [
-            {"role": "tool", "tool_call_id": call_id, "content": text}
-            for call_id, _, _ in answer.calls
-        ]
+        tool = {"role": "tool", "content": text}
+        return [{**tool, "tool_call_id": call_id} for call_id, _, _ in answer.calls]
 
     def whole(self, value):
         message = value["choices"][0]["message"]
-        functions = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
-        calls = [
-            (call_id, called["name"], json.loads(called["arguments"]))
-            for call_id, called in functions
-        ]
+        calls = []
+        for call in message.get("tool_calls") or []:
+            called = call["function"]
+            calls.append((call["id"], called["name"], json.loads(called["arguments"])))
         return Answer([message], message.get("content") or "", calls)
 
     def is_end(self, event):
         return not event["choices"] or event["choices"][0]["finish_reason"] is not None
 
     def joined(self, events):
-        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-        message = {
-            "role": "assistant",
-            "content": "".join(delta.get("content") or "" for delta in deltas),
-        }
-        if calls := [call for delta in deltas for call in delta.get("tool_calls") or []]:
-            message["tool_calls"] = [
-                {key: call[key] for key in ("id", "type", "function")} for call in calls
-            ]
+        text = ""
+        calls = []
+        for event in events:
+            if event["choices"]:
+                delta = event["choices"][0]["delta"]
+                text += delta.get("content") or ""
+                calls += delta.get("tool_calls") or []
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            keys = ("id", "type", "function")
+            message["tool_calls"] = [{key: call[key] for key in keys} for call in calls]
         return {"choices": [{"message": message}]}
 
 
@@ -121,26 +130,22 @@ class Messages(Api):
         return "https://api.anthropic.com/v1/messages"
 
     def body(self, items, streamed):
-        tools = [{"name": "bash", "description": "Run a command.", "input_schema": _PARAMETERS}]
+        tools = [{**_BASH, "input_schema": PARAMETERS}]
         fields = {"model": "bench", "max_tokens": MAX_TOKENS, "system": SYSTEM}
         return {**fields, "messages": items, "tools": tools, "stream": streamed}
 
     def results(self, answer, text):
-        results = [
-            {"type": "tool_result", "tool_use_id": call_id, "content": text}
-            for call_id, _, _ in answer.calls
-        ]
+        result = {"type": "tool_result", "content": text}
+        results = [{**result, "tool_use_id": call_id} for call_id, _, _ in answer.calls]
         return [{"role": "user", "content": results}]
 
     def whole(self, value):
         blocks = value["content"]
-        text = "".join(block["text"] for block in blocks if block["type"] == "text")
-        calls = [
-            (block["id"], block["name"], block["input"])
-            for block in blocks
-            if block["type"] == "tool_use"
-        ]
-        return Answer([{"role": "assistant", "content": blocks}], text, calls)
+        calls = []
+        for block in blocks:
+            if block["type"] == "tool_use":
+                calls.append((block["id"], block["name"], block["input"]))
+        return Answer([{"role": "assistant", "content": blocks}], joined_text(blocks), calls)
 
     def is_end(self, event):
         return event["type"] == "message_stop"
@@ -149,15 +154,16 @@ class Messages(Api):
         blocks: dict[int, dict[str, Any]] = {}
         inputs: dict[int, str] = {}
         for event in events:
-            if event["type"] == "content_block_start":
-                blocks[event["index"]] = dict(event["content_block"])
-            elif event["type"] == "content_block_delta":
-                block, delta = blocks[event["index"]], event["delta"]
-                if delta["type"] == "input_json_delta":
-                    inputs[event["index"]] = inputs.get(event["index"], "") + delta["partial_json"]
-                else:
+            index = event.get("index")
+            delta = event.get("delta")
+            match event["type"]:
+                case "content_block_start":
+                    blocks[index] = dict(event["content_block"])
+                case "content_block_delta" if delta["type"] == "input_json_delta":
+                    inputs[index] = inputs.get(index, "") + delta["partial_json"]
+                case "content_block_delta":
                     key = delta["type"].removesuffix("_delta")
-                    block[key] = block.get(key, "") + delta[key]
+                    blocks[index][key] = blocks[index].get(key, "") + delta[key]
         for index, text in inputs.items():
             blocks[index]["input"] = json.loads(text)
         return {"content": [blocks[index] for index in sorted(blocks)]}
@@ -170,31 +176,23 @@ class Responses(Api):
         return "https://api.openai.com/v1/responses"
 
     def body(self, items, streamed):
-        tools = [
-            {
-                "type": "function",
-                "name": "bash",
-                "description": "Run a command.",
-                "parameters": _PARAMETERS,
-            }
-        ]
+        tools = [{"type": "function", **_BASH, "parameters": PARAMETERS}]
         fields = {"model": "bench", "instructions": SYSTEM, "store": False, "stream": streamed}
         return {**fields, "input": items, "tools": tools}
 
     def results(self, answer, text):
-        return [
-            {"type": "function_call_output", "call_id": call_id, "output": text}
-            for call_id, _, _ in answer.calls
-        ]
+        result = {"type": "function_call_output", "output": text}
+        return [{**result, "call_id": call_id} for call_id, _, _ in answer.calls]
 
     def whole(self, value):
-        output = value["output"]
-        texts = [
-            part["text"] for item in output if item["type"] == "message" for part in item["content"]
-        ]
-        called = [item for item in output if item["type"] == "function_call"]
-        calls = [(item["call_id"], item["name"], json.loads(item["arguments"])) for item in called]
-        return Answer(output, "".join(texts), calls)
+        text = ""
+        calls = []
+        for item in value["output"]:
+            if item["type"] == "message":
+                text += joined_text(item["content"])
+            elif item["type"] == "function_call":
+                calls.append((item["call_id"], item["name"], json.loads(item["arguments"])))
+        return Answer(value["output"], text, calls)
 
     def is_end(self, event):
         return event["type"] == "response.completed"
@@ -211,40 +209,37 @@ class Gemini(Api):
         return f"https://generativelanguage.googleapis.com/v1beta/models/bench:{operation}"
 
     def body(self, items, streamed):
-        function = {"name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}
         system = {"parts": [{"text": SYSTEM}]}
-        return {
-            "contents": items,
-            "systemInstruction": system,
-            "tools": [{"functionDeclarations": [function]}],
-        }
+        tools = [{"functionDeclarations": [{**_BASH, "parameters": PARAMETERS}]}]
+        return {"contents": items, "systemInstruction": system, "tools": tools}
 
     def said(self, text):
         return [{"role": "user", "parts": [{"text": text}]}]
 
     def results(self, answer, text):
-        responses = [
-            {"name": name, "response": {"output": text}, **({"id": call_id} if call_id else {})}
-            for call_id, name, _ in answer.calls
-        ]
-        return [
-            {"role": "user", "parts": [{"functionResponse": response} for response in responses]}
-        ]
+        parts = []
+        for call_id, name, _ in answer.calls:
+            response = {"name": name, "response": {"output": text}}
+            if call_id:
+                response["id"] = call_id
+            parts.append({"functionResponse": response})
+        return [{"role": "user", "parts": parts}]
 
     def whole(self, value):
         parts = value["candidates"][0]["content"]["parts"]
-        text = "".join(part["text"] for part in parts if "text" in part and not part.get("thought"))
-        called = [part["functionCall"] for part in parts if "functionCall" in part]
-        calls = [(call.get("id", ""), call["name"], call.get("args", {})) for call in called]
-        return Answer([{"role": "model", "parts": parts}], text, calls)
+        calls = []
+        for part in parts:
+            if call := part.get("functionCall"):
+                calls.append((call.get("id", ""), call["name"], call.get("args", {})))
+        return Answer([{"role": "model", "parts": parts}], joined_text(parts), calls)
 
     def is_end(self, event):
         return "finishReason" in event["candidates"][0]
 
     def joined(self, events):
-        parts = [
-            part for event in events for part in event["candidates"][0]["content"].get("parts", [])
-        ]
+        parts = []
+        for event in events:
+            parts += event["candidates"][0]["content"].get("parts", [])
         return {"candidates": [{"content": {"role": "model", "parts": parts}}]}
 
 
