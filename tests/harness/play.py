@@ -81,7 +81,7 @@ async def play_session(
     recorder."""
     run = folder / "run"
     recorder = {"confdir": str(folder / "mitmproxy"), **options}
-    config = RolloutConfig(timeout=240, retries=0, budget=budget or Budget(), recorder=recorder)
+    config = RolloutConfig(timeout=1200, retries=0, budget=budget or Budget(), recorder=recorder)
     async with Worker(config, harness=harness, engine=engine.url, model=model, out=run) as worker:
         await worker.run([Group(task, task.id, [f"{task.id}-0"])])
     return Played(run, next((run / "logs").glob("*[0-9].log")).read_text())

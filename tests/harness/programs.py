@@ -106,7 +106,7 @@ PROGRAMS = {
                 "exec_command",
                 {
                     "cmd": "COMMAND",
-                    "yield_time_ms?": 20000,
+                    "yield_time_ms": 30000,
                     "login?": False,
                     "max_output_tokens?": 500,
                 },

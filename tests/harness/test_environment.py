@@ -2,7 +2,6 @@
 Node's own `fetch`."""
 
 import json
-import shutil
 import subprocess
 import sys
 
@@ -54,16 +53,13 @@ def test_a_server_that_the_program_starts_is_reached_and_one_that_is_gone_is_ref
 
 
 def test_nodes_own_fetch_is_recorded(record, lead):
-    node = shutil.which("node")
-    version = (
-        subprocess.run([node, "--version"], capture_output=True, text=True).stdout
-        if node
-        else "v0.0"
-    )
-    if tuple(int(number) for number in version[1:].split(".")[:2]) < (22, 21):
+    command = "node --version || echo v0.0.0"
+    version = subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout
+    major, minor, _ = version[1:].split(".")
+    if (int(major), int(minor)) < (22, 21):
         pytest.skip("needs Node 22.21: tests/run.sh installs it")
     lead(lambda prompt: "Hi.")
-    played = record(node, "-e", FETCH, keys={})
+    played = record("node", "-e", FETCH, keys={})
     assert played.log == "Hi.\n"
     (call,) = played.calls
     assert (call.host, call.status) == ("api.openai.com", "completed")
@@ -72,19 +68,16 @@ def test_nodes_own_fetch_is_recorded(record, lead):
 @pytest.mark.parametrize("name", cases(["codex", "mini-swe-agent"]))
 async def test_a_shell_of_a_session_reaches_a_local_server(name, local_server, lead, play):
     harness = installed(name)
-    end = (
-        shell(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-        if name == "mini-swe-agent"
-        else "It answered."
-    )
-    asks = shell(harness, f"curl -sS {local_server} > answer.txt")
-    lead(lambda prompt: end if "<tool_response>" in prompt else asks)
-    task = Task(
-        id="ask", instruction="Ask the local server.", evaluate=["grep", "-q", "pong", "answer.txt"]
-    )
+    asks = shell(harness, f"curl -sS {local_server} -o answer.txt; cat answer.txt")
+    end = "It answered."
+    if name == "mini-swe-agent":
+        end = shell(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    # on a slow machine Codex tells first that the command still runs: then it asks once more
+    lead(lambda prompt: end if "pong" in prompt else asks)
+    judge = ["grep", "-q", "pong", "answer.txt"]
+    task = Task(id="ask", instruction="Ask the local server.", evaluate=judge)
     played = await play(harness, task)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
-    assert [call.kind for call in played.calls] == ["root", "bridged"]
-    assert not [
-        event for event in played.of("refused") if event["host"] in ("localhost", "127.0.0.1")
-    ]
+    first, *later = [call.kind for call in played.calls]
+    assert (first, set(later)) == ("root", {"bridged"})
+    assert {"localhost", "127.0.0.1"}.isdisjoint(event["host"] for event in played.of("refused"))
