@@ -45,18 +45,18 @@ JUDGE = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("forks")
     (folder / "agent.py").write_text(AGENT)
-    tasks = [
-        {"id": name, "instruction": f"Task {name}.", "judge": JUDGE} for name in ("other", "t")
-    ]
-    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks[1:])))
-    (folder / "all.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    for name, instruction in ("own", "{instruction}"), ("newer", "{instruction} Be quick."):
-        arguments = json.dumps([str(folder / "agent.py"), instruction])
-        preset = (
-            f'name = "own"\nprogram = "{sys.executable}"\nheadless = {arguments}\nversion_arguments'
-            ' = ["-V"]\n'
+    script = "cat answer.txt > $ROLLTAP_REWARD_FILE"
+    judge = {"kind": "command", "command": ["sh", "-c", script], "result": "number"}
+    other = json.dumps({"id": "other", "instruction": "Task other.", "judge": judge})
+    task = json.dumps({"id": "t", "instruction": "Task t.", "judge": judge})
+    (folder / "tasks.jsonl").write_text(task)
+    (folder / "other.jsonl").write_text(other)
+    (folder / "all.jsonl").write_text(f"{other}\n{task}")
+    for name, instruction in {"own": "{instruction}", "newer": "{instruction} Be quick."}.items():
+        (folder / f"{name}.toml").write_text(
+            f'name = "own"\nprogram = "{sys.executable}"\nversion_arguments = ["-V"]\n'
+            f'headless = ["{folder / "agent.py"}", "{instruction}"]\n'
         )
-        (folder / f"{name}.toml").write_text(preset)
     return folder
 
 
@@ -69,9 +69,8 @@ def engine(tokenizer):
 
         def reply(request):
             text = f"0.{len(engine.given)}"
-            engine.given.append(
-                (request["token_ids"], [*engine.ids(text), tokenizer.eos_token_id], text)
-            )
+            ids = [*engine.ids(text), tokenizer.eos_token_id]
+            engine.given.append((request["token_ids"], ids, text))
             return Say(text)
 
         engine.otherwise = reply
@@ -83,11 +82,11 @@ def recorded(folder, engine, tokenizer_folder):
     """Record a session of three calls. Return the folder, the session's id and the options of a
     fork."""
     options = ["--engine", engine.url, "--model", tokenizer_folder]
-    rollout = "rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run"
-    ended = run_rolltap(*rollout, *options, cwd=folder)
+    line = ["rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run"]
+    ended = run_rolltap(*line, *options, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     (session,) = rolltap.open_run(folder / "run").sessions()
-    return folder, session.session_id, [*options, "--tasks", "all.jsonl"]
+    return folder, session.session_id, [*map(str, options), "--tasks", "all.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -102,47 +101,43 @@ def forked(recorded, engine):
     return line, rolltap.open_run(folder / "forks"), engine.given[before:]
 
 
-def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_differs_is_not_tried_again(
-    recorded, forked
-):
+def test_forks_are_a_group_whose_own_tokens_alone_are_sampled(recorded, forked):
     folder, session, _ = recorded
-    theirs = rolltap.open_run(folder / "run").calls[session]
-    line, run, _ = forked
+    original = rolltap.open_run(folder / "run").calls[session]
+    _, run, _ = forked
     forks = list(run.sessions())
     assert [fork.status for fork in forks] == ["completed"] * 3
     assert len({fork.group_id for fork in forks}) == 1
     assert len({fork.reward for fork in forks} - {None}) == 3
+    sampled = 0
     for fork in forks:
         first, second = run.calls[fork.session_id]
-        assert list(first.prompt_ids) == list(theirs[1].prompt_ids)
-        assert theirs[0].call_id in first.kind_reason
-        assert (first.kind, second.kind, second.parent_id) == ("root", "bridged", first.call_id)
-    ledger = run.ledger()
-    assert (
-        ledger.sampled
-        == ledger.trained
-        == sum(len(call.completion_ids) for fork in forks for call in run.calls[fork.session_id])
-    )
-    assert verify_run(folder / "forks", lambda *_: None).findings == []
-    with pytest.raises(
-        InputError, match=rf"is a fork, and has only its own calls: give .*{session}"
-    ):
-        Record.of(folder / "forks", forks[0].session_id)
+        assert first.prompt_ids == original[1].prompt_ids
+        assert original[0].call_id in first.kind_reason
+        assert first.kind == "root"
+        assert second.kind == "bridged"
+        assert second.parent_id == first.call_id
+        sampled += len(first.completion_ids) + len(second.completion_ids)
+    assert run.ledger().sampled == run.ledger().trained == sampled
+    assert verify_run(run.path, lambda *_: None).findings == []
+    why = rf"is a fork, and has only its own calls: give .*{session}"
+    with pytest.raises(InputError, match=why):
+        Record.of(run.path, forks[0].session_id)
 
+
+def test_a_fork_that_differs_is_diverged_and_not_tried_again(recorded, forked):
+    folder, _, _ = recorded
+    line, run, _ = forked
     ended = run_rolltap(*line, "--harness", "newer.toml", cwd=folder)
     assert ended.returncode == 1
     assert "have no reward (3 diverged)" in ended.stderr
-    diverged = [
-        each for each in rolltap.open_run(folder / "forks").sessions() if each.status == "diverged"
-    ]
+    diverged = [fork for fork in run.sessions() if fork.status == "diverged"]
     assert len(diverged) == 3
-    assert all(
-        each.error.startswith("diverged at call 1: the message is another one (message 1)")
-        for each in diverged
-    )
-    assert all("Task t. Be quick." in each.error for each in diverged)
+    for fork in diverged:
+        assert fork.error.startswith("diverged at call 1: the message is another one (message 1)")
+        assert "Task t. Be quick." in fork.error
     assert "diverged" not in RERUN  # nor by the next start
-    kinds = [event["kind"] for event in read_rows(folder / "forks", "events")]
+    kinds = [event["kind"] for event in read_rows(run.path, "events")]
     assert kinds.count("session_started") == 6
 
 
@@ -155,73 +150,49 @@ def test_the_gradient_of_a_group_of_forks_is_that_of_their_own_tokens_by_the_for
     found = gradients(model, tmp_path, batch, groups_per_step=1, epsilon=1e9, epsilon_high=1e9)
 
     # a fork is two calls, the second after the first; its last reply is its reward
-    forks = [
-        (one, two)
-        for one in given
-        for two in given
-        if two[0][: len(one[0] + one[1])] == one[0] + one[1]
-    ]
-    assert sorted(call for fork in forks for call in fork) == sorted(given)
+    forks = []
+    for first in given:
+        for second in given:
+            known = first[0] + first[1]
+            if second[0][: len(known)] == known:
+                forks.append((first, second))
     assert len(forks) == 3
+    assert len(given) == 6
     rewards = [float(text) for _, (_, _, text) in forks]
-    mean, deviation = fmean(rewards), stdev(rewards) + 1e-4  # as in TRL
+    deviation = stdev(rewards) + 1e-4  # as in TRL
     loss = torch.zeros(())
+    tokens = 0
     for fork, reward in zip(forks, rewards, strict=True):
         for prompt, reply, _ in fork:
             ids = torch.tensor([prompt + reply])
-            every = (
-                model(input_ids=ids)
-                .logits[0, :-1]
-                .log_softmax(-1)
-                .gather(-1, ids[0, 1:, None])[:, 0]
-            )
-            logprobs = -0.125 * (1 + torch.arange(len(reply)) % 5)  # of the scripted engine
-            loss -= (
-                (every[len(prompt) - 1 :] - logprobs).exp() * (reward - mean) / deviation
-            ).sum()
-    (loss / sum(len(reply) for _, reply, _ in given)).backward()
-    assert (
-        relative_difference({name: weight.grad for name, weight in model.named_parameters()}, found)
-        < 1e-5
-    )
+            every = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+            own = every.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+            recorded = -0.125 * (1 + torch.arange(len(reply)) % 5)  # of the scripted engine
+            ratio = (own - recorded).exp()
+            loss -= (ratio * (reward - fmean(rewards)) / deviation).sum()
+            tokens += len(reply)
+    (loss / tokens).backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    assert relative_difference(expected, found) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("options", "why"),
     [
-        (["--at", "4"], "has 3 completed calls, and no call 4"),
-        (["--at", "0"], "has 3 completed calls, and no call 0"),
-        (["--at", "xyz"], "has no completed call 'xyz'"),
-        (["--tasks", "other.jsonl"], "other.jsonl has no task 't', which is that of session"),
+        ("--harness own.toml --at 4", "has 3 completed calls, and no call 4"),
+        ("--harness own.toml --at 0", "has 3 completed calls, and no call 0"),
+        ("--harness own.toml --at xyz", "has no completed call 'xyz'"),
+        ("--harness own.toml --at 1 --tasks other.jsonl", "has no task 't', which is that of ses"),
+        ("--at 1", "'own' is not one of rolltap's: give its file with --harness"),
     ],
 )
-def test_a_call_or_a_task_that_is_not_there_is_refused(recorded, changes, why, monkeypatch):
-    folder, session, options = recorded
+def test_a_call_a_task_or_a_preset_that_is_not_there_is_refused(
+    recorded, options, why, monkeypatch
+):
+    folder, session, given = recorded
     monkeypatch.chdir(folder)
-    (folder / "other.jsonl").write_text((folder / "all.jsonl").read_text().partition("\n")[0])
-    line = [
-        "fork",
-        "run",
-        session,
-        "--at",
-        "1",
-        "--out",
-        "new",
-        "--harness",
-        "own.toml",
-        *map(str, options),
-        *changes,
-    ]
+    line = ["fork", "run", session, "--out", "new", *given, *options.split()]
     result = CliRunner().invoke(command, line)
     assert isinstance(result.exception, RolltapError)
     assert why in str(result.exception)
-    assert not (folder / "new").exists()
-
-
-def test_a_session_of_a_preset_of_ones_own_needs_the_file_of_the_preset(recorded, monkeypatch):
-    folder, session, options = recorded
-    monkeypatch.chdir(folder)
-    line = ["fork", "run", session, "--at", "1", "--out", "new", *map(str, options)]
-    result = CliRunner().invoke(command, line)
-    assert "'own' is not one of rolltap's: give its file with --harness" in str(result.exception)
     assert not (folder / "new").exists()

@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from rolltap.addons.errors import RolltapError
-from rolltap.addons.store.records import Session
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.traces.reader import load_sessions
+from tests.factories import add_rows, make_session
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.cli.program import run_rolltap
 
@@ -37,7 +36,7 @@ async def converse(client, name):
 
 
 async def main():
-    async with httpx.AsyncClient(base_url="https://api.openai.com", timeout=60) as client:
+    async with httpx.AsyncClient(base_url="https://api.openai.com", timeout=120) as client:
         await asyncio.gather(*(converse(client, name) for name in sys.argv[1:]))
 
 
@@ -66,14 +65,17 @@ def test_a_program_and_its_helpers_run_to_their_end_without_an_engine_and_nothin
     recorded,
 ):
     folder, session, output = recorded
-    before = sorted(path.stat().st_mtime_ns for path in (folder / "run").rglob("*"))
-    ended = run_rolltap(
-        "rerun", "run", session[:-2], "--", *PROGRAM, "two", "one", "two", cwd=folder
-    )
+
+    def times():
+        return sorted(path.stat().st_mtime_ns for path in (folder / "run").rglob("*"))
+
+    before = times()
+    line = ["rerun", "run", session[:-2], "--", *PROGRAM, "two", "one", "two"]
+    ended = run_rolltap(*line, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.split("\n")) == sorted(output.split("\n"))
     assert f"session {session}: 6 of 6 recorded calls answered; exit status 0" in ended.stderr
-    assert sorted(path.stat().st_mtime_ns for path in (folder / "run").rglob("*")) == before
+    assert times() == before
 
 
 def test_another_version_of_the_program_diverges_where_it_differs_with_status_3(recorded):
@@ -83,9 +85,8 @@ def test_another_version_of_the_program_diverges_where_it_differs_with_status_3(
     assert ended.returncode == 3
     assert f"session {session}: 0 of 6 recorded calls answered; exit status 1" in ended.stderr
     # the calls of its two sub-agents begin in any order
-    assert re.search(
-        r"diverged at call \d: the system prompt is another one \(message 0\): ", ended.stderr
-    )
+    diverged = r"diverged at call \d: the system prompt is another one \(message 0\): "
+    assert re.search(diverged, ended.stderr)
     assert "agent 2.0. It is ~" in ended.stderr
     assert "agent 1.0. It is ~" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -94,61 +95,54 @@ def test_another_version_of_the_program_diverges_where_it_differs_with_status_3(
 def test_a_program_that_asks_less_than_it_did_has_status_3(recorded):
     folder, session, _ = recorded
     ended = run_rolltap("rerun", "run", session, "--", *PROGRAM, "one", "two", cwd=folder)
-    assert (ended.returncode, "4 of 6 recorded calls answered; exit status 0" in ended.stderr) == (
-        3,
-        True,
-    )
+    assert ended.returncode == 3
+    assert "4 of 6 recorded calls answered; exit status 0" in ended.stderr
     assert "nothing asked for" in ended.stderr
 
 
-@pytest.fixture
-def refused(recorded, tmp_path, monkeypatch):
-    """Return a function that reruns the recorded session, or another, of a changed copy of the run,
-    in this process.
+class TestRefused:
+    """No recorder can be started."""
 
-    It returns the message of the refusal. No recorder can be started.
-    """
-    monkeypatch.setattr("rolltap.trainer.rollouts.recorder.Mitmdump", None)
-    shutil.copytree(recorded[0] / "run", tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
+    @pytest.fixture
+    def run(self, recorded, tmp_path, monkeypatch):
+        monkeypatch.setattr("rolltap.trainer.rollouts.recorder.Mitmdump", None)
+        monkeypatch.chdir(tmp_path)
+        shutil.copytree(recorded[0] / "run", "run")
+        return Path("run")
 
-    def refused(session=recorded[1]):
-        result = CliRunner().invoke(rolltap, ["rerun", "run", session, "--", "true"])
-        assert isinstance(result.exception, RolltapError)
-        return str(result.exception)
+    @pytest.fixture
+    def refused(self, run, recorded):
+        """Return a function that reruns the recorded session, or another, and returns the message."""
 
-    return refused
+        def refused(session=recorded[1]):
+            result = CliRunner().invoke(rolltap, ["rerun", "run", session, "--", "true"])
+            assert isinstance(result.exception, RolltapError)
+            return str(result.exception)
 
+        return refused
 
-def test_a_session_that_is_not_there_is_refused(recorded, refused):
-    assert refused("nobody") == f"run has no session 'nobody', only {recorded[1]}"
+    def test_a_session_that_is_not_there(self, recorded, refused):
+        assert refused("nobody") == f"run has no session 'nobody', only {recorded[1]}"
 
-
-def test_a_run_that_does_not_say_what_its_engine_served_is_refused(refused):
-    run = Path("run/run.json")
-    run.write_text(json.dumps({**json.loads(run.read_text()), "engines": {}}))
-    assert "does not say what the engine at http" in refused()
-
-
-def test_a_model_that_is_no_longer_there_is_refused(refused):
-    run = Path("run/run.json")
-    run.write_text(json.dumps({**json.loads(run.read_text()), "model": "/nowhere/model"}))
-    assert "/nowhere/model" in refused()
-
-
-def test_a_damaged_run_is_refused(refused):
-    (file,) = Path("run").glob("calls-*.arrow")
-    data = bytearray(file.read_bytes())
-    data[data.index(b"Reply 0") + 6] = ord("9")
-    file.write_bytes(data)
-    assert "cannot run again: call" in (said := refused())
-    assert "its row was changed after it was written" in said
-
-
-def test_a_session_without_a_completed_call_is_refused(refused):
-    with RunWriter(Path("run")) as writer:
-        writer.add_session(Session(session_id="empty", status="failed"))
-    assert (
-        refused("empty")
-        == "session empty of run has no completed call, so that nothing can be given again"
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"engines": {}}, "does not say what the engine at http"),
+            ({"model": "/nowhere/model"}, "/nowhere/model"),
+        ],
     )
+    def test_a_run_without_its_engine_or_its_model(self, run, refused, changed, message):
+        metadata = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(metadata | changed))
+        assert message in refused()
+
+    def test_a_damaged_run(self, run, refused):
+        (file,) = run.glob("calls-*.arrow")
+        file.write_bytes(file.read_bytes().replace(b"Reply 0", b"Reply 9"))
+        said = refused()
+        assert "cannot run again: call" in said
+        assert "its row was changed after it was written" in said
+
+    def test_a_session_without_a_completed_call(self, run, refused):
+        add_rows(run, make_session("empty", "failed"))
+        assert refused("empty").startswith("session empty of run has no completed call")

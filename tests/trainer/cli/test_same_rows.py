@@ -13,15 +13,21 @@ from tests.trainer.cli.program import HELLO, run_rolltap
 
 AGENT = f"""
 import json, urllib.request
-url, body = "https://api.openai.com/v1/chat/completions", json.dumps({HELLO!r}).encode()
-reply = json.load(urllib.request.urlopen(urllib.request.Request(url, body, {{"content-type": "application/json"}})))
+request = urllib.request.Request(
+    "https://api.openai.com/v1/chat/completions",
+    json.dumps({HELLO!r}).encode(),
+    {{"content-type": "application/json"}},
+)
+reply = json.load(urllib.request.urlopen(request))
 open("answer.txt", "w").write(reply["choices"][0]["message"]["content"])
 open("given.txt", "a").write("more")
 """
 JUDGE = "cat given.txt; cat answer.txt > $ROLLTAP_REWARD_FILE"
 NAMES = {"session_id", "call_id", "parent_id", "group_id", "digest"}
+TIMES = {"at", "started_at", "finished_at", "first_token_at"}
 PLACES = {"runtime", "key", "program_digest"}
 """Columns that say where a session ran. Only a program of this machine has a digest."""
+LEFT_OUT = NAMES | TIMES | PLACES
 
 
 @pytest.fixture
@@ -31,33 +37,22 @@ def arguments(scripted_engine, tokenizer_folder, tmp_path):
     scripted_engine.otherwise = lambda request: Say("0.5")
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "given.txt").write_text("given, ")
-    judge = {
-        "kind": "command",
-        "command": ["sh", "-c", JUDGE],
-        "result": "number",
-        "paths": ["answer.txt"],
-    }
+    judge = {"kind": "command", "command": ["sh", "-c", JUDGE], "result": "number"}
     task = {
         "id": "t",
         "instruction": "Say it.",
-        "judge": judge,
+        "judge": {**judge, "paths": ["answer.txt"]},
         "workspace": str(tmp_path / "start"),
     }
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
-    program = json.dumps(["-c", AGENT])
-    (tmp_path / "harness.toml").write_text(
-        f'name = "x"\nversion = "1"\nprogram = "/usr/bin/python3"\nheadless = {program}\n'
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(task))
+    harness = tmp_path / "harness.toml"
+    harness.write_text(
+        'name = "x"\nversion = "1"\nprogram = "/usr/bin/python3"\n'
+        f"headless = {json.dumps(['-c', AGENT])}\n"
     )
     engine = ["--engine", scripted_engine.url, "--model", tokenizer_folder]
-    return [
-        "rollout",
-        tmp_path / "tasks.jsonl",
-        "--harness",
-        tmp_path / "harness.toml",
-        "-n",
-        2,
-        *engine,
-    ]
+    return ["rollout", tasks, "--harness", harness, "-n", 2, *engine]
 
 
 def rows(run):
@@ -79,9 +74,11 @@ def rows(run):
 
 
 def compared(row):
-    is_time = ("at", "started_at", "finished_at", "first_token_at")
-    left_out = {*NAMES, *PLACES, *is_time, *(key for key in row if key.endswith("_seconds"))}
-    return {key: value for key, value in row.items() if key not in left_out}
+    kept = {}
+    for key, value in row.items():
+        if key not in LEFT_OUT and not key.endswith("_seconds"):
+            kept[key] = value
+    return kept
 
 
 def behind_ssh(folder):
@@ -116,11 +113,10 @@ def test_a_session_whose_connection_was_lost_is_tried_again(arguments, tmp_path,
 
     def answer(request):
         if not killed:
-            killed.extend(
-                p for p in psutil.Process().children(recursive=True) if p.name() == "sshd"
-            )
-            for process in killed:
-                process.kill()
+            for process in psutil.Process().children(recursive=True):
+                if process.name() == "sshd":
+                    process.kill()
+                    killed.append(process)
         return Say("0.5")
 
     scripted_engine.otherwise = answer
@@ -128,5 +124,6 @@ def test_a_session_whose_connection_was_lost_is_tried_again(arguments, tmp_path,
     ended = run_rolltap(*arguments, "-n", 1, "--out", run, *behind_ssh(tmp_path))
     assert ended.returncode == 0, ended.stderr
     lost, completed = sorted(read_rows(run, "sessions"), key=lambda row: row["session_id"])
-    assert (lost["status"], completed["status"]) == ("infrastructure", "completed")
+    assert lost["status"] == "infrastructure"
+    assert completed["status"] == "completed"
     assert "the session could not be run: the connection to the machine" in lost["error"]

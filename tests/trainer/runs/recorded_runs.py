@@ -37,17 +37,15 @@ def session_calls(draw, session_id):
                 prompt_ids = [draw(st.integers(0, 2)), *draw(TOKENS)]
         completion_ids = draw(TOKENS)
         logprobs = [-(number + 1) - i / 64 for i in range(len(completion_ids))]
-        logprobs = draw(
-            st.sampled_from(
-                [logprobs, logprobs, logprobs, [], [*logprobs, -1.0], [math.nan] * len(logprobs)]
-            )
-        )
-        version = draw(st.sampled_from(["1", "2"]))
-        spans = (
-            [VersionSpan(version=version, start=0, end=len(completion_ids))]
-            if completion_ids
-            else []
-        )
+        odd = [[], [*logprobs, -1.0], [math.nan] * len(logprobs)]
+        logprobs = draw(st.sampled_from([logprobs] * 3 + odd))
+        spans = []
+        if completion_ids:
+            version = draw(st.sampled_from(["1", "2"]))
+            spans.append(VersionSpan(version=version, start=0, end=len(completion_ids)))
+        violation = None
+        if logprobs:
+            violation = find_violation(completion_ids, logprobs, spans)
         calls.append(
             Call(
                 session_id=session_id,
@@ -58,7 +56,7 @@ def session_calls(draw, session_id):
                 weight_versions=spans,
                 parent_id=draw(st.sampled_from([None, *(call.call_id for call in calls)])),
                 status=draw(st.sampled_from(["completed", "completed", "aborted", "failed"])),
-                violation=find_violation(completion_ids, logprobs, spans) if logprobs else None,
+                violation=violation,
                 role=draw(st.sampled_from(["agent", "agent", "subagent", "auxiliary"])),
                 finish_reason=draw(st.sampled_from(["stop", "length", None])),
                 started_at=START + timedelta(seconds=number // 2),
@@ -67,23 +65,25 @@ def session_calls(draw, session_id):
     return calls
 
 
+FIELDS = st.fixed_dictionaries(
+    {
+        "task_id": st.sampled_from(["t1", "t2"]),
+        "group_id": st.sampled_from(["g1", "g2"]),
+        "harness": st.sampled_from(["h1", "h2"]),
+        "reward": st.sampled_from([None, 0.0, 0.5, 1.0]),
+        "policy_version": st.sampled_from(["1", "2"]),
+    }
+)
+
+
 @st.composite
 def recorded_sessions(draw):
     """Draw sessions with their calls. Call ids repeat between sessions."""
-    return [
-        (
-            make_session(
-                f"s{number}",
-                task_id=draw(st.sampled_from(["t1", "t2"])),
-                group_id=draw(st.sampled_from(["g1", "g2"])),
-                harness=draw(st.sampled_from(["h1", "h2"])),
-                reward=draw(st.sampled_from([None, 0.0, 0.5, 1.0])),
-                policy_version=draw(st.sampled_from(["1", "2"])),
-            ),
-            draw(session_calls(f"s{number}")),
-        )
-        for number in range(draw(st.integers(1, 4)))
-    ]
+    sessions = []
+    for number in range(draw(st.integers(1, 4))):
+        name = f"s{number}"
+        sessions.append((make_session(name, **draw(FIELDS)), draw(session_calls(name))))
+    return sessions
 
 
 def traces_of(run, strategy="prefix_merging"):
@@ -94,26 +94,28 @@ def traces_of(run, strategy="prefix_merging"):
     }
 
 
+OF_SESSION = ("task_id", "group_id", "harness", "reward")
+OF_CALL = (
+    "session_id",
+    "call_id",
+    "completion_ids",
+    "logprobs",
+    "finish_reason",
+    "role",
+    "status",
+    "parent_id",
+)
+
+
 def import_line(call, session):
     """Return a call as a line that `rolltap import` reads."""
-    of_call = [
-        "session_id",
-        "call_id",
-        "completion_ids",
-        "logprobs",
-        "finish_reason",
-        "role",
-        "status",
-        "parent_id",
-    ]
-    line = {name: getattr(call, name) for name in of_call}
-    line |= {name: getattr(session, name) for name in ("task_id", "group_id", "harness", "reward")}
-    version = call.weight_versions[0].version if call.weight_versions else "1"
-    line |= {
-        "prompt_ids": list(call.prompt_ids),
-        "started_at": call.started_at.isoformat(),
-        "policy_version": version,
-    }
+    line = {name: getattr(session, name) for name in OF_SESSION}
+    line |= {name: getattr(call, name) for name in OF_CALL}
+    line["prompt_ids"] = list(call.prompt_ids)
+    line["started_at"] = call.started_at.isoformat()
+    line["policy_version"] = "1"
+    for span in call.weight_versions:
+        line["policy_version"] = span.version
     return json.dumps(line)
 
 
@@ -144,9 +146,11 @@ def ignore(*_):
 
 def make_run(run, *sessions, **metadata):
     """Write a run whose sessions have two calls each. The second call continues the first."""
-    first = [make_call("a", session_id=session.session_id) for session in sessions]
-    calls = [[call, make_call("b", [3], [4], after=call)] for call in first]
-    record(run, zip(sessions, calls, strict=True), **metadata)
+    recorded = []
+    for session in sessions:
+        first = make_call("a", session_id=session.session_id)
+        recorded.append((session, [first, make_call("b", [3], [4], after=first)]))
+    record(run, recorded, **metadata)
     return run
 
 

@@ -116,6 +116,7 @@ async def test_ids_are_taken_as_they_are_encoded(ours):
     ("path", "status", "message"),
     [
         ("nothing", 404, "there is no 'api/nothing'"),
+        ("sessions/s/more", 404, "there is no 'api/sessions/s/more'"),
         ("sessions/none", 404, "the run has no session 'none'"),
         ("sessions/s/calls/none", 404, "the session has no call 'none'"),
         ("search", 422, "the query has no 'q'"),

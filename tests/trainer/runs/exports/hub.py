@@ -50,10 +50,8 @@ class Hub:
         _, _, _, org, name, *rest = path.split("/")
         repository = f"{org}/{name}"
         if rest[:1] == ["tree"]:
-            return 200, [
-                {"type": "file", "path": path, "size": 1, "oid": "0"}
-                for path in self.files[repository]
-            ]
+            file = {"type": "file", "size": 1, "oid": "0"}
+            return 200, [{**file, "path": path} for path in self.files[repository]]
         if rest[:1] == ["preupload"]:
             files = json.loads(body)["files"]
             for file in files:
@@ -66,26 +64,20 @@ class Hub:
             return 200, {"success": True, "commitOid": "c0ffee", "commitUrl": url, "hookOutput": ""}
         if repository not in self.visible:
             return 404, {"error": "Repository not found"}
-        return 200, {
-            "id": repository,
-            "private": self.visible[repository],
-            "sha": "c0ffee",
-            "siblings": [],
-        }
+        about = {"id": repository, "sha": "c0ffee", "siblings": []}
+        return 200, {**about, "private": self.visible[repository]}
 
     def _create(self, asked):
         repository = f"{asked['organization']}/{asked['name']}"
         assert asked["type"] == "dataset"
         if asked["organization"] == "strangers":
-            return 403, {
-                "error": "You don't have the rights to create a dataset under this namespace"
-            }
+            why = "You don't have the rights to create a dataset under this namespace"
+            return 403, {"error": why}
         answer = {"url": f"{self.url}/datasets/{repository}", "id": repository}
         if repository in self.visible:
             return 409, {**answer, "error": "You already created this dataset repo"}
-        self.visible[repository] = (
-            asked.get("private") is True or asked.get("visibility") == "private"
-        )
+        is_private = asked.get("private") is True or asked.get("visibility") == "private"
+        self.visible[repository] = is_private
         self.files[repository] = {".gitattributes": b""}
         return 200, answer
 

@@ -28,14 +28,11 @@ def says(text, *, reasoning=None, calls=None):
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{number}",
-                "type": "function",
-                "function": {"name": "bash", "arguments": arguments},
-            }
-            for number, arguments in calls.items()
-        ]
+        message["tool_calls"] = []
+    for number, arguments in (calls or {}).items():
+        function = {"name": "bash", "arguments": arguments}
+        called = {"id": f"call_{number}", "type": "function", "function": function}
+        message["tool_calls"].append(called)
     return message
 
 
@@ -49,40 +46,32 @@ class Recording:
         labels = {"task_id": "task", "group_id": "group", "harness": "pi", "policy_version": None}
         self.session = make_session(session_id, reward=reward, **labels)
 
-    def ask(
-        self,
-        *messages,
-        reply=None,
-        after=None,
-        retry_of=None,
-        tools=(BASH,),
-        status="completed",
-        **fields,
-    ):
+    def ask(self, *messages, after=None, retry_of=None, tools=(BASH,), **fields):
         """Add and return a call whose new messages are `messages`.
 
         It continues the call `after`, if given, and has the prompt of `retry_of`.
         """
         number = len(self.calls)
-        if status == "completed":
-            reply = reply or says(f"reply {number}")
-        new_ids = [*(10 + len(text) for text in map(str, messages)), 100 + number]
+        new_ids = [*(10 + len(str(message)) for message in messages), 100 + number]
         if retry_of:
             new_ids = retry_of.prompt_ids[retry_of.prefix_length :]
         defaults = {
             "session_id": self.session_id,
             "call_id": f"c{number}",
             "logprobs": [-0.25 - number] * 2,
-            "status": status,
-            "finish_reason": "stop" if status == "completed" else None,
+            "finish_reason": "stop",
             "model": "asked-for",
             "messages": json.dumps(messages),
-            "tools": None if after else json.dumps(list(tools)),
-            "reply": json.dumps(reply) if reply else None,
+            "reply": says(f"reply {number}"),
         }
-        call = make_call(
-            number, new_ids, [1000 + number, 2000 + number], after=after, **{**defaults, **fields}
-        )
+        if fields.get("status") == "aborted":
+            defaults |= {"finish_reason": None, "reply": None}
+        if after is None:
+            defaults["tools"] = json.dumps(list(tools))
+        fields = {**defaults, **fields}
+        if fields["reply"]:
+            fields["reply"] = json.dumps(fields["reply"])
+        call = make_call(number, new_ids, [1000 + number, 2000 + number], after=after, **fields)
         self.calls.append(call)
         return call
 
@@ -245,11 +234,9 @@ def missing_ancestor(recording):
     """A session whose first call is lost. Only the new tokens of the second call are known."""
     first = recording.ask(SYSTEM, user("Go."))
     second = recording.ask(user("More."), after=first)
-    second.violation, second.prompt_ids, second.prefix_length = (
-        "parent c0 is not in the run",
-        second.prompt_ids[-2:],
-        0,
-    )
+    second.violation = "parent c0 is not in the run"
+    second.prompt_ids = second.prompt_ids[-2:]
+    second.prefix_length = 0
     recording.calls = [second]
 
 
@@ -266,10 +253,7 @@ def malformed_arguments(recording):
 
 def write(run, *recordings, **metadata):
     """Write the recordings to a run folder."""
-    rows = [
-        row
-        for recording in recordings
-        for row in (*recording.calls, recording.session)
-        if row is not None
-    ]
+    rows = []
+    for recording in recordings:
+        rows += [*recording.calls, recording.session]
     return write_run(run, *rows, **metadata)

@@ -20,24 +20,20 @@ def shown(document):
     otherwise the text."""
     steps = []
     for step in document["steps"]:
-        name = (
-            step["extra"]["call_id"]
-            if step["source"] == "agent"
-            else f"{step['source']}: {step['message']}"
-        )
-        steps.append(f"({name})" if step.get("is_copied_context") else name)
+        name = f"{step['source']}: {step['message']}"
+        if step["source"] == "agent":
+            name = step["extra"]["call_id"]
+        if step.get("is_copied_context"):
+            name = f"({name})"
+        steps.append(name)
     return steps
 
 
 def after_opening(document):
     """Return the steps after the first messages in one line."""
-    opening = (
-        "system: You are an agent.",
-        "(system: You are an agent.)",
-        "user: Go.",
-        "(user: Go.)",
-    )
-    return " | ".join(step for step in shown(document) if step not in opening).replace("user: ", "")
+    opening = ("system: You are an agent.", "user: Go.")
+    steps = [step for step in shown(document) if step.strip("()") not in opening]
+    return " | ".join(steps).replace("user: ", "")
 
 
 def embedded(document):
@@ -45,12 +41,11 @@ def embedded(document):
 
 
 def references(step):
-    results = step.get("observation", {}).get("results", [])
-    return [
-        ref["trajectory_id"]
-        for result in results
-        for ref in result.get("subagent_trajectory_ref", [])
-    ]
+    found = []
+    for result in step["observation"]["results"]:
+        for reference in result.get("subagent_trajectory_ref", []):
+            found.append(reference["trajectory_id"])
+    return found
 
 
 class TestTrajectory:
@@ -59,16 +54,17 @@ class TestTrajectory:
         made = case()
         document = written(made)
         Trajectory.model_validate(document)
-        trajectories = [document, *embedded(document).values()]
-        steps = [step for one in trajectories for step in one["steps"] if "metrics" in step]
-        steps.sort(key=lambda step: step["extra"]["call_id"])
-        names = ("prompt_token_ids", "completion_token_ids")
-        found = [
-            (step["extra"]["call_id"], *(step["metrics"][name] for name in names)) for step in steps
-        ]
-        assert found == [
-            (call.call_id, call.prompt_ids, call.completion_ids) for call in made.calls
-        ]
+        found = {}
+        for each in (document, *embedded(document).values()):
+            for step in each["steps"]:
+                if "metrics" in step:
+                    call_id = step["extra"]["call_id"]
+                    assert call_id not in found
+                    found[call_id] = step["metrics"]
+        assert set(found) == {call.call_id for call in made.calls}
+        for call in made.calls:
+            assert found[call.call_id]["prompt_token_ids"] == call.prompt_ids
+            assert found[call.call_id]["completion_token_ids"] == call.completion_ids
 
     @pytest.mark.parametrize(
         ("case", "main", "others"),
@@ -104,52 +100,42 @@ class TestTrajectory:
         assert after_opening(document) == main
         assert {name: after_opening(line) for name, line in embedded(document).items()} == others
 
-    def test_a_turn_with_a_tool_is_a_step_with_its_result(self):
+    def test_a_turn_with_a_tool_is_a_step_with_its_result_and_the_session_is_in_agent_and_extra(
+        self,
+    ):
         document = written(recording.turns_with_tools())
         assert shown(document) == ["system: You are an agent.", "user: List.", "c0", "c1"]
         step = document["steps"][2]
-        assert (step["message"], step["reasoning_content"], step["llm_call_count"]) == (
-            "",
-            "I look.",
-            1,
-        )
-        tool_call = {
-            "tool_call_id": "call_1",
-            "function_name": "bash",
-            "arguments": {"command": "ls"},
-        }
-        assert step["tool_calls"] == [tool_call]
-        assert step["observation"] == {
-            "results": [{"source_call_id": "call_1", "content": "a.txt"}]
-        }
-        assert (step["metrics"]["logprobs"], step["metrics"]["cached_tokens"]) == (
-            [-0.25, -0.25],
-            1,
-        )
-        assert step["metrics"]["extra"] == {
-            "weight_versions": [{"version": "1", "start": 0, "end": 2}]
-        }
+        assert step["message"] == ""
+        assert step["reasoning_content"] == "I look."
+        assert step["llm_call_count"] == 1
+        [tool_call] = step["tool_calls"]
+        assert tool_call["tool_call_id"] == "call_1"
+        assert tool_call["function_name"] == "bash"
+        assert tool_call["arguments"] == {"command": "ls"}
+        result = {"source_call_id": "call_1", "content": "a.txt"}
+        assert step["observation"] == {"results": [result]}
+        metrics = step["metrics"]
+        assert metrics["logprobs"] == [-0.25, -0.25]
+        assert metrics["cached_tokens"] == 1
+        versions = [{"version": "1", "start": 0, "end": 2}]
+        assert metrics["extra"] == {"weight_versions": versions}
         assert step["extra"]["requested_model"] == "asked-for"
-
-    def test_the_session_is_in_the_agent_and_in_extra(self):
-        document = written(recording.turns_with_tools())
-        agent = {
+        assert document["agent"] == {
             "name": "pi",
             "version": "unknown",
             "model_name": "tiny",
             "tool_definitions": [recording.BASH],
         }
-        assert document["agent"] == agent
-        assert (
-            document["session_id"],
-            document["extra"]["reward"],
-            document["extra"]["task_id"],
-        ) == ("s", 1.0, "task")
+        assert document["session_id"] == "s"
+        assert document["extra"]["reward"] == 1.0
+        assert document["extra"]["task_id"] == "task"
         assert document["final_metrics"]["total_completion_tokens"] == 4
 
     def test_versions_parts_and_evidence_are_in_it_and_no_path_of_this_machine(self):
         made = recording.turns_with_tools()
-        made.session.harness_version, made.session.parts = "1.2.3", {"speed": 0.5}
+        made.session.harness_version = "1.2.3"
+        made.session.parts = {"speed": 0.5}
         made.session.evidence = {"changed": ["src/a.py"], "log": "/home/me/runs/s.log"}
         made.session.error = "stopped: the output is in /home/me/runs/s.log"
         document = written(made)
@@ -162,33 +148,34 @@ class TestTrajectory:
         document = written(recording.side_question())
         assert references(document["steps"][2]) == ["c1"]
         title = embedded(document)["c1"]
-        assert (title["extra"]["role"], title["steps"][1]["extra"]["left_out"]) == (
-            "auxiliary",
-            "auxiliary",
-        )
+        assert title["extra"]["role"] == "auxiliary"
+        assert title["steps"][1]["extra"]["left_out"] == "auxiliary"
         step = written(recording.subagent())["steps"][2]
         assert references(step) == ["c2"]
         assert step["observation"]["results"][0] == {"source_call_id": "call_1", "content": "seen"}
 
     def test_roles_copies_and_superseded_calls_are_named(self):
         before, summary = embedded(written(recording.compaction())).values()
-        assert (before["extra"]["role"], summary["extra"]["role"]) == ("agent", "compaction")
+        assert before["extra"]["role"] == "agent"
+        assert summary["extra"]["role"] == "compaction"
         assert "metrics" not in summary["steps"][2]
         lost = embedded(written(recording.superseded_retry()))["c1"]
         assert lost["steps"][-1]["extra"]["left_out"] == "superseded"
         assert written(recording.unrewarded())["steps"][-1]["extra"]["left_out"] == "no_reward"
 
     def test_what_a_step_has_no_place_for_is_in_its_extra(self):
-        aborted, orphan = (
-            written(case())["steps"] for case in (recording.aborted, recording.missing_ancestor)
-        )
-        assert (aborted[-1]["message"], aborted[-1]["extra"]["status"]) == ("", "aborted")
-        assert aborted[-1]["extra"]["error"] == "the harness closed the connection"
-        assert orphan[1]["extra"]["incomplete"] == "its parent c0 is not in the run"
+        aborted = written(recording.aborted())["steps"][-1]
+        assert aborted["message"] == ""
+        assert aborted["extra"]["status"] == "aborted"
+        assert aborted["extra"]["error"] == "the harness closed the connection"
+        orphan = written(recording.missing_ancestor())["steps"][1]
+        assert orphan["extra"]["incomplete"] == "its parent c0 is not in the run"
         metrics = written(recording.broken_logprobs())["steps"][2]["metrics"]
-        assert ("logprobs" in metrics, metrics["extra"]["logprobs"]) == (False, ["NaN", -1.0])
+        assert "logprobs" not in metrics
+        assert metrics["extra"]["logprobs"] == ["NaN", -1.0]
         (tool_call,) = written(recording.malformed_arguments())["steps"][1]["tool_calls"]
-        assert (tool_call["arguments"], tool_call["extra"]) == ({}, {"arguments": '{"command": ls'})
+        assert tool_call["arguments"] == {}
+        assert tool_call["extra"] == {"arguments": '{"command": ls'}
         result = {"content": "stray", "extra": {"tool_call_id": "call_9"}}
         assert written(recording.unasked_result())["steps"][1]["observation"]["results"] == [result]
 

@@ -2,7 +2,7 @@ import json
 import logging
 
 import pytest
-from datasets import Features, Json, List, Value, load_dataset
+from datasets import Json, List, Value, load_dataset
 
 from rolltap.trainer.runs.exports.messages import export, session_conversations
 from tests.trainer.runs.exports import recording
@@ -29,17 +29,12 @@ def load(tmp_path):
 class TestSessionConversations:
     def test_a_leaf_has_its_whole_conversation_and_labels(self):
         (line,) = lines(recording.turns_with_tools())
-        messages = line.pop("messages")
-        assert [message["role"] for message in messages] == [
-            "system",
-            "user",
-            "assistant",
-            "tool",
-            "assistant",
-        ]
-        assert messages[2]["reasoning_content"] == "I look."
-        assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
-        assert messages[-1] == says("a.txt")
+        _, _, asks, _, answers = messages = line.pop("messages")
+        roles = [message["role"] for message in messages]
+        assert roles == ["system", "user", "assistant", "tool", "assistant"]
+        assert asks["reasoning_content"] == "I look."
+        assert asks["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
+        assert answers == says("a.txt")
         assert json.loads(line.pop("tools")) == [recording.BASH]
         assert line == {
             "context": [],
@@ -76,11 +71,8 @@ class TestSessionConversations:
         first = made.ask(SYSTEM, user("A?"), says("Written."), user("B?"), reply=says("Sampled."))
         made.ask(says("Added."), user("C?"), reply=says("Last."), after=first)
         (line,) = lines(made)
-        texts = [
-            message["content"] for message in line["messages"] if message["role"] == "assistant"
-        ]
-        assert texts == ["Written.", "Sampled.", "Added.", "Last."]
-        assert [line["messages"][i]["content"] for i in line["context"]] == ["Written.", "Added."]
+        context = [line["messages"][place]["content"] for place in line["context"]]
+        assert context == ["Written.", "Added."]
 
     def test_an_incomplete_conversation_has_no_line(self):
         written, faults = session_conversations(recording.missing_ancestor().recorded())
@@ -104,48 +96,30 @@ class TestExport:
     def test_datasets_gives_back_what_was_recorded(self, load):
         made = recording.turns_with_tools()
         dataset = load(made)
-        texts = [
-            "tools",
-            "session_id",
-            "task_id",
-            "group_id",
-            "harness",
-            "role",
-            "finish_reason",
-            "left_out",
-        ]
-        lists = {
-            "messages": List(Json()),
-            "context": List(Value("int64")),
-            "call_ids": List(Value("string")),
-        }
-        values = {
-            "reward": Value("float64"),
-            "malformed": Value("bool"),
-            **dict.fromkeys(texts, Value("string")),
-        }
-        assert dataset.features == Features(lists | values)
+        lists = {"messages": Json(), "context": Value("int64"), "call_ids": Value("string")}
+        types = {"reward": Value("float64"), "malformed": Value("bool")}
+        types |= {name: List(kind) for name, kind in lists.items()}
+        for name, kind in dataset.features.items():
+            assert kind == types.get(name, Value("string")), name
         assert list(dataset) == lines(made)
 
     def test_types_do_not_depend_on_the_first_lines(self, load):
         # the loader infers types from the first 10 MB
         plain = Recording("plain", reward=None)
         plain.ask(user("x" * (11 << 20)), tools=())
-        dataset = load(plain, recording.turns_with_tools())
-        assert dataset[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] == {
-            "command": "ls"
-        }
-        assert dataset["reward"] == [None, 1.0]
+        _, second = load(plain, recording.turns_with_tools())
+        asks = second["messages"][2]
+        assert asks["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
+        assert second["reward"] == 1.0
 
     def test_the_file_alone_can_be_loaded(self, load, tmp_path):
-        made = Recording("plain"), recording.turns_with_tools(), Recording("malformed")
-        made[0].ask(user("Hello"), tools=())
-        made[2].ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
-        expected = list(load(*made))
-        assert (
-            list(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
-            == expected
-        )
+        plain = Recording("plain")
+        plain.ask(user("Hello"), tools=())
+        malformed = Recording("malformed")
+        malformed.ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
+        expected = list(load(plain, recording.turns_with_tools(), malformed))
+        files = str(tmp_path / "out" / "*.jsonl")
+        assert list(load_dataset("json", data_files=files, split="train")) == expected
 
     def test_conversations_that_are_left_out_are_counted(self, tmp_path, caplog):
         run = write(tmp_path / "run", recording.missing_ancestor())
@@ -155,39 +129,24 @@ class TestExport:
         assert "1 conversations are left out" in caplog.text
 
 
-class TestInTrl:
-    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(
-        self, load, tokenizer, tmp_path
-    ):
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-        from trl import SFTConfig, SFTTrainer
+def test_trl_renders_the_conversation_as_the_model_saw_it(load, tokenizer, tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from trl import SFTConfig, SFTTrainer
 
-        made = Recording()
-        first = made.ask(SYSTEM, user("List."), reply=says("", calls={1: '{"command": "ls"}'}))
-        made.ask(recording.tool(1, "a.txt"), reply=says("a.txt"), after=first)
-        dataset = load(made)
-        settings = {
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "activation_checkpointing": False,
-        }
-        arguments = SFTConfig(str(tmp_path / "sft"), max_length=None, **settings)
-        size = {
-            "num_hidden_layers": 1,
-            "hidden_size": 8,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-        }
-        network = Qwen3ForCausalLM(
-            Qwen3Config(vocab_size=len(tokenizer), intermediate_size=8, head_dim=8, **size)
-        )
-        trainer = SFTTrainer(
-            network, args=arguments, train_dataset=dataset, processing_class=tokenizer
-        )
-        (line,) = lines(made)
-        text = tokenizer.decode(trainer.train_dataset[0]["input_ids"])
-        assert text == tokenizer.apply_chat_template(
-            line["messages"], tools=[recording.BASH], tokenize=False
-        )
-        assert '"arguments": {"command": "ls"}' in text
+    made = Recording()
+    first = made.ask(SYSTEM, user("List."), reply=says("", calls={1: '{"command": "ls"}'}))
+    made.ask(recording.tool(1, "a.txt"), reply=says("a.txt"), after=first)
+    here = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
+    size = dict.fromkeys(["hidden_size", "intermediate_size", "head_dim"], 8)
+    size |= dict.fromkeys(["num_hidden_layers", "num_attention_heads", "num_key_value_heads"], 1)
+    trainer = SFTTrainer(
+        Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **size)),
+        args=SFTConfig(str(tmp_path / "sft"), max_length=None, **here),
+        train_dataset=load(made),
+        processing_class=tokenizer,
+    )
+    (line,) = lines(made)
+    text = tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+    seen = {"tools": [recording.BASH], "tokenize": False}
+    assert text == tokenizer.apply_chat_template(line["messages"], **seen)
+    assert '"arguments": {"command": "ls"}' in text

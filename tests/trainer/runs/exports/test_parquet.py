@@ -2,8 +2,9 @@ import json
 import os
 import re
 import subprocess
-import sys
 from datetime import UTC
+from operator import itemgetter
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,6 +27,7 @@ from rolltap.trainer.traces.reader import RecordedCalls, recorded_ids
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests import factories
 from tests.factories import START, add_rows, make_session
+from tests.trainer.cli.program import ROLLTAP
 from tests.trainer.outgoing import code_blocks, facts, write_run
 
 
@@ -33,28 +35,33 @@ def exported(folder, run=None):
     """Export a run, by default that of `write_run`, to `folder/out`. Return a function that loads a
     config."""
     if run is None:
-        write_run(run := folder / "run")
-    (folder / "out").mkdir()
+        run = folder / "run"
+        write_run(run)
+    out = folder / "out"
+    out.mkdir()
     told = []
-    counted = export(run, folder / "out", lambda *progress: told.append(progress))
-    assert told == [
-        ("sessions", done, len(recorded_ids(run))) for done in range(1, len(recorded_ids(run)) + 1)
-    ]
-    assert counted == sum(
-        pq.read_metadata(path).num_rows for path in (folder / "out").rglob("*.parquet")
-    )
-    return lambda config: load_dataset(
-        str(folder / "out"), config, split="train", cache_dir=str(folder / "cache")
-    ).to_list()
+    counted = export(run, out, lambda *progress: told.append(progress))
+    sessions = len(recorded_ids(run))
+    assert told == [("sessions", done, sessions) for done in range(1, sessions + 1)]
+    assert counted == sum(pq.read_metadata(path).num_rows for path in out.rglob("*.parquet"))
+
+    def load(config):
+        cache = str(folder / "cache")
+        return load_dataset(str(out), config, split="train", cache_dir=cache).to_list()
+
+    return load
 
 
-def save(run, out, options=None):
-    options = options or TraceOptions()
+def save(run, out, strategy="prefix_merging"):
+    options = TraceOptions(strategy)
     return save_traces(run, iter_traces(run, options), out, options)
 
 
-def rows_of(run, options):
-    return [trace.to_json() for traced in iter_traces(run, options) for trace in traced.traces]
+def traces_of(run, strategy="prefix_merging"):
+    traces = []
+    for traced in iter_traces(run, TraceOptions(strategy)):
+        traces += [trace.to_json() for trace in traced.traces]
+    return traces
 
 
 @pytest.fixture
@@ -81,47 +88,44 @@ def saved(folder, load):
 
 
 class TestParquet:
-    def test_traces_are_those_of_prefix_merging(self, folder, load):
-        assert load("traces") == rows_of(folder / "run", TraceOptions())
+    def test_every_config_holds_what_was_recorded_and_a_prompt_once(self, folder, load):
+        assert load("traces") == traces_of(folder / "run")
+        stored = {call["call_id"]: call["prompt_tail_ids"] for call in load("calls")}
+        assert len(stored) == 7
+        assert stored["s-0"] == [1, 2]
+        assert stored["s-1"] == [5]
+        assert stored["s-2"] == [8]
+        rewarded, other = sorted(load("sessions"), key=itemgetter("session_id"))
+        assert rewarded["harness"] == "pi"
+        assert rewarded["reward"] == 0.25
+        assert rewarded["started_at"] == START
+        assert other["harness"] == "codex"
+        assert other["reward"] is None
+        assert other["status"] == "timeout"
+        [event] = load("events")
+        assert event["kind"] == "refused"
+        assert event["host"] == "example.com"
+        assert event["at"].astimezone(UTC) == START
 
     def test_the_code_of_the_card_gives_every_call_with_its_full_prompt(self, folder, load):
         names = {"cache_dir": str(folder / "cache")}
         open_it, rebuild = code_blocks(folder / "out" / "README.md")
         open_it = open_it.replace("path/to/this/folder", str(folder / "out"))
-        exec(
-            open_it.replace('split="train"', 'split="train", cache_dir=cache_dir') + rebuild, names
-        )
-        rebuilt = [
-            (call["session_id"], call["prompt_ids"])
-            for call in names["full_prompts"](names["calls"])
-        ]
-        recorded = RecordedCalls(folder / "run")
-        assert rebuilt == [
-            (session, call.prompt_ids) for session, calls in recorded.items() for call in calls
-        ]
-
-    def test_every_config_holds_what_was_recorded_and_a_prompt_once(self, load):
-        stored = {call["call_id"]: call["prompt_tail_ids"] for call in load("calls")}
-        assert (stored["s-0"], stored["s-1"], stored["s-2"]) == ([1, 2], [5], [8])
-        s, t = sorted(load("sessions"), key=lambda session: session["session_id"])
-        assert (s["harness"], s["reward"], s["started_at"]) == ("pi", 0.25, START)
-        assert (t["harness"], t["reward"], t["status"]) == ("codex", None, "timeout")
-        [event] = load("events")
-        assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == (
-            "refused",
-            "example.com",
-            START,
-        )
-        rows = {config: len(load(config)) for config in ("traces", "calls", "sessions", "events")}
-        assert rows == {"traces": 4, "calls": 7, "sessions": 2, "events": 1}
+        open_it = open_it.replace('split="train"', 'split="train", cache_dir=cache_dir')
+        exec(open_it + rebuild, names)
+        rebuilt = {
+            call["call_id"]: call["prompt_ids"] for call in names["full_prompts"](names["calls"])
+        }
+        recorded = {}
+        for calls in RecordedCalls(folder / "run").values():
+            recorded |= {call.call_id: list(call.prompt_ids) for call in calls}
+        assert rebuilt == recorded
 
     def test_only_the_last_row_of_a_session_is_exported(self, run, tmp_path):
         add_rows(run, make_session("t"))
         rows = exported(tmp_path, run)("sessions")
-        assert {session["session_id"]: session["reward"] for session in rows} == {
-            "s": 0.25,
-            "t": 1.0,
-        }
+        rewards = {session["session_id"]: session["reward"] for session in rows}
+        assert rewards == {"s": 0.25, "t": 1.0}
 
     def test_every_file_carries_the_viewers_types_and_pages(self, folder, load):
         [path] = (folder / "out" / "calls").iterdir()
@@ -140,24 +144,13 @@ class TestParquet:
         for path in (*run.glob("events-*"), *run.glob("sessions-*")):
             path.unlink()
         load = exported(tmp_path, run)
-        assert get_dataset_config_names(str(tmp_path / "out")) == ["traces", "calls"]
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-            "README.md",
-            "calls",
-            "traces",
-        ]
-        assert (len(load("traces")), len(load("calls"))) == (4, 7)
+        out = tmp_path / "out"
+        assert get_dataset_config_names(str(out)) == ["traces", "calls"]
+        assert {path.name for path in out.iterdir()} == {"README.md", "calls", "traces"}
+        assert len(load("traces")) == 4
 
     def test_neither_engines_nor_paths_of_this_machine_are_exported(self, run, tmp_path):
-        why = (
-            "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed"
-            " ('10.0.0.8', 8000)]"
-        )
-        evidence = {
-            "changed": ["src/a.py"],
-            "log": "/home/me/runs/logs/v.judge.log",
-            "tests": {"t.py::a": "x"},
-        }
+        evidence = {"changed": ["src/a.py"], "log": "/home/me/runs/logs/v.judge.log"}
         judged = {
             "error": "http://gpu-7.internal:8000 (its output is in /home/me/runs/logs/v.log)",
             "evidence": evidence,
@@ -166,30 +159,27 @@ class TestParquet:
             "harness_version": "1.2.3",
             "runtime": "sandbox",
         }
-        rejected = Event(
-            kind="rejected",
-            session_id="s",
-            detail=f"the engine at http://gpu-8.internal:8000: {why}",
-        )
+        why = "Cannot connect to host {} ssl:default [Connect call failed {}]"
+        failed = why.format("gpu-8.internal:8000", "('10.0.0.8', 8000)")
+        detail = f"the engine at http://gpu-8.internal:8000: {failed}"
+        rejected = Event(kind="rejected", session_id="s", detail=detail)
         add_rows(run, make_session("v", "failed", **judged), rejected)
         add_recorder(run, {"engines": ["http://gpu-7.internal:8000", "http://gpu-8.internal:8000"]})
         load = exported(tmp_path, run)
         calls = load("calls")
         assert calls[0].keys() == set(CALL_SCHEMA.names) - {"engine", "digest"}
-        assert [call["error"] for call in calls if call["error"]] == [
-            "the engine at http://ENGINE failed: ENGINE"
-        ]
-        [detail] = [event["detail"] for event in load("events") if event["kind"] == "rejected"]
-        why = "Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"
-        assert detail == f"the engine at http://ENGINE: {why}"
-        [row] = [row for row in load("sessions") if row["session_id"] == "v"]
+        errors = {call["error"] for call in calls}
+        assert errors == {None, "the engine at http://ENGINE failed: ENGINE"}
+        details = {event["kind"]: event["detail"] for event in load("events")}
+        expected = why.format("ENGINE", "ENGINE")
+        assert details["rejected"] == f"the engine at http://ENGINE: {expected}"
+        row = {session["session_id"]: session for session in load("sessions")}["v"]
         assert row["error"] == "http://ENGINE (its output is in …/v.log)"
         assert json.loads(row["evidence"]) == evidence | {"log": "…/v.judge.log"}
-        assert (json.loads(row["parts"]), json.loads(row["suspicions"])) == (
-            judged["parts"],
-            judged["suspicions"],
-        )
-        assert (row["harness_version"], row["runtime"]) == ("1.2.3", "sandbox")
+        assert json.loads(row["parts"]) == judged["parts"]
+        assert json.loads(row["suspicions"]) == judged["suspicions"]
+        assert row["harness_version"] == "1.2.3"
+        assert row["runtime"] == "sandbox"
         card = tmp_path / "out" / "README.md"
         assert facts(card)["with suspicions of cheating"] == "1 sessions"
         assert facts(card)["ran in"] == "sandbox (1)"
@@ -199,9 +189,9 @@ class TestParquet:
 class TestSavedTraces:
     def test_the_dataset_opens_from_disk_with_the_columns_that_trl_expects(self, saved):
         assert load_from_disk(saved).features == TRACE_FEATURES
-        main, helper, alone, unknown = sorted(
-            load_from_disk(saved), key=lambda trace: trace["prompt_ids"]
-        )
+        main, helper, alone, unknown = sorted(load_from_disk(saved), key=itemgetter("prompt_ids"))
+        weights = [(0, 2), (3, 5)]
+        kinds = {"root": (0, 2), "bridged": (3, 5)}
         assert main == {
             "session_id": "s",
             "trace_id": "s/s-1",
@@ -215,37 +205,29 @@ class TestSavedTraces:
             "completion_ids": [3, 4, 5, 6, 7],
             "completion_mask": [1, 1, 0, 1, 1],
             "logprobs": [-1.0, -1.015625, 0.0, -2.0, -2.015625],
-            "weight_versions": [
-                {"version": "1", "start": 0, "end": 2},
-                {"version": "1", "start": 3, "end": 5},
-            ],
-            "continuity": [
-                {"kind": "root", "start": 0, "end": 2},
-                {"kind": "bridged", "start": 3, "end": 5},
-            ],
+            "weight_versions": [{"version": "1", "start": a, "end": b} for a, b in weights],
+            "continuity": [{"kind": kind, "start": a, "end": b} for kind, (a, b) in kinds.items()],
             "shared_trace_id": None,
             "shared_tokens": 0,
         }
-        assert (helper["role"], helper["completion_ids"], helper["reward"]) == (
-            "subagent",
-            [22, 23, 24],
-            0.25,
-        )
-        labels = [
-            (t["session_id"], t["task_id"], t["group_id"], t["reward"]) for t in (alone, unknown)
-        ]
-        assert labels == [("t", "task", "g", None), ("u", "", "", None)]
+        assert helper["role"] == "subagent"
+        assert helper["completion_ids"] == [22, 23, 24]
+        assert helper["reward"] == 0.25
+        assert alone["reward"] is None
+        assert alone["task_id"] == "task"
+        assert unknown["reward"] is None
+        assert unknown["task_id"] == unknown["group_id"] == ""
 
     def test_the_folder_is_what_datasets_itself_saves(self, saved, tmp_path):
         Dataset.from_list(list(load_from_disk(saved))).save_to_disk(tmp_path)
         names = {path.name for path in tmp_path.iterdir()}
         assert {path.name for path in saved.iterdir()} == names | {"README.md"}
-        states, infos = (
-            [json.loads((folder / name).read_text()) for folder in (saved, tmp_path)]
-            for name in ("state.json", "dataset_info.json")
-        )
-        assert states[0] == states[1] | {"_fingerprint": states[0]["_fingerprint"]}
-        assert infos[0].keys() == infos[1].keys()
+        for name in ("state.json", "dataset_info.json"):
+            ours = json.loads((saved / name).read_text())
+            theirs = json.loads((tmp_path / name).read_text())
+            assert ours.keys() == theirs.keys()
+            if name == "state.json":
+                assert ours == theirs | {"_fingerprint": ours["_fingerprint"]}
 
     def test_a_run_without_calls_is_a_dataset_without_rows(self, run, tmp_path):
         for path in run.glob("*.arrow"):
@@ -256,18 +238,15 @@ class TestSavedTraces:
     def test_the_rows_are_the_traces_and_sampled_tokens_are_accounted_for(
         self, run, tmp_path, saved
     ):
-        per_request = TraceOptions("per_request")
-        save(run, tmp_path / "each", per_request)
-        assert list(load_from_disk(tmp_path / "each")) == rows_of(run, per_request)
+        save(run, tmp_path / "each", "per_request")
+        assert list(load_from_disk(tmp_path / "each")) == traces_of(run, "per_request")
         totals = save(run, tmp_path / "out")
-        assert totals.ledger == Ledger(
-            sampled=14, trained=7, left_out={"aborted": 1, "auxiliary": 1, "no_reward": 5}
-        )
-        assert (totals.sessions, totals.calls, totals.traces) == (len(recorded_ids(run)), 7, 4)
+        left_out = {"aborted": 1, "auxiliary": 1, "no_reward": 5}
+        assert totals.ledger == Ledger(sampled=14, trained=7, left_out=left_out)
+        assert (totals.sessions, totals.calls, totals.traces) == (3, 7, 4)
         rows = load_from_disk(tmp_path / "out")
-        trained = sum(
-            sum(trace["completion_mask"]) for trace in rows if trace["reward"] is not None
-        )
+        rewarded = [trace for trace in rows if trace["reward"] is not None]
+        trained = sum(sum(trace["completion_mask"]) for trace in rewarded)
         assert trained == totals.ledger.trained
         # the cache of datasets does not take two for one another
         assert rows._fingerprint != load_from_disk(saved)._fingerprint
@@ -293,10 +272,10 @@ class TestCard:
     def test_it_names_every_column_and_no_path_of_this_machine(self, saved, folder):
         for card in (saved / "README.md", folder / "out" / "README.md"):
             text = card.read_text()
-            assert [name for name in TRACE_FEATURES if f"`{name}`" not in text] == []
-            assert [
-                private for private in ("someone", str(folder), "gpu-7") if private in text
-            ] == []
+            for name in TRACE_FEATURES:
+                assert f"`{name}`" in text
+            for private in ("someone", str(folder), "gpu-7"):
+                assert private not in text
 
     def test_its_code_loads_the_dataset_and_makes_sequences_for_sft(self, saved):
         load, sft = code_blocks(saved / "README.md")
@@ -305,17 +284,18 @@ class TestCard:
         rows = {str(row["input_ids"]): row["assistant_masks"] for row in names["sft"]}
         assert rows["[1, 2, 3, 4, 5, 6, 7]"] == [0, 0, 1, 1, 0, 1, 1]
         # what the card counts as to train, and nothing of sessions without a reward
-        assert facts(saved / "README.md")["sampled tokens"].startswith(
-            f"14: {sum(map(sum, rows.values()))} to train"
-        )
+        trained = sum(map(sum, rows.values()))
+        counted = facts(saved / "README.md")["sampled tokens"]
+        assert counted.startswith(f"14: {trained} to train")
 
+    @pytest.mark.parametrize(
+        ("model", "cell"), [("a|b", "a\\|b"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")]
+    )
     def test_a_bar_in_a_name_does_not_break_the_table_and_a_model_of_the_hub_keeps_its_name(
-        self, tmp_path
+        self, tmp_path, model, cell
     ):
-        for model, cell in (("a|b", "a\\|b"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")):
-            run = factories.write_run(tmp_path / "run" / cell, model=model)
-            save(run, tmp_path / cell)
-            assert facts(tmp_path / cell / "README.md")["model"] == cell
+        save(factories.write_run(tmp_path / "run", model=model), tmp_path / "out")
+        assert facts(tmp_path / "out" / "README.md")["model"] == cell
 
 
 class TestSpool:
@@ -327,7 +307,7 @@ class TestSpool:
             dataset, shards = spooled.dataset()
             assert (list(dataset), dataset.features, shards) == (rows, features, 1)
             [file] = dataset.cache_files
-            assert os.path.dirname(os.path.dirname(file["filename"])) == str(tmp_path)
+            assert Path(file["filename"]).parents[1] == tmp_path
         assert list(tmp_path.iterdir()) == []
 
     def test_shards_are_of_bounded_size(self, run, tmp_path, monkeypatch):
@@ -336,9 +316,9 @@ class TestSpool:
         assert len(list((tmp_path / "saved").glob("data-*.arrow"))) > 1
         load = exported(tmp_path, run)
         files = sorted(path.name for path in (tmp_path / "out" / "traces").iterdir())
-        names = [f"train-{number:05}-of-{len(files):05}-" for number in range(len(files))]
-        assert [file.removesuffix(".parquet")[:-16] for file in files] == names
         assert len(files) > 1
+        for number, name in enumerate(files):
+            assert name.startswith(f"train-{number:05}-of-{len(files):05}-")
         assert load("traces") == list(load_from_disk(tmp_path / "saved"))
 
 
@@ -346,10 +326,9 @@ class TestSpool:
 def test_the_users_cache_stays_empty_and_no_progress_bar_is_shown(run, tmp_path, arguments):
     home = tmp_path / "home"
     home.mkdir()
-    program = os.path.join(os.path.dirname(sys.executable), "rolltap")
     environment = {**os.environ, "HOME": str(home), "HF_HOME": str(home / "hf")}
     del environment["HF_DATASETS_CACHE"]
-    command = [program, *arguments, run, "--out", tmp_path / "out"]
+    command = [ROLLTAP, *arguments, run, "--out", tmp_path / "out"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert [path for path in home.rglob("*") if path.is_file()] == []
     assert not re.search("examples|ba/s", ended.stderr)

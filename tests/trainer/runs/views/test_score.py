@@ -6,7 +6,6 @@ from threading import Barrier
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from transformers import AutoTokenizer
 
 from rolltap import open_run
 from rolltap.addons.store.metadata import tokenizer_digests
@@ -30,8 +29,12 @@ def logprob(before, token):
     return -(sum(before) % 89) / 64 - token / 1024
 
 
+def ids_of(call):
+    return [*call.prompt_ids, *call.completion_ids]
+
+
 def expected(call):
-    ids = [*call.prompt_ids, *call.completion_ids]
+    ids = ids_of(call)
     return [logprob(ids[:i], ids[i]) for i in range(len(call.prompt_ids), len(ids))]
 
 
@@ -40,10 +43,9 @@ class Scoring(Acting):
 
     def __init__(self, root, tokenizer):
         super().__init__(root)
-        self.answers["/tokenize"] = lambda _, body: {
-            "tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)
-        }
-        self.answers["/detokenize"] = lambda _, body: {"prompt": tokenizer.decode(body["tokens"])}
+        self.tokenizer = tokenizer
+        self.answers["/tokenize"] = self.tokenize
+        self.answers["/detokenize"] = self.detokenize
         self.scored = []
         """The prompts that were scored."""
         self.meet = Barrier(1)
@@ -51,14 +53,22 @@ class Scoring(Acting):
         self.after = lambda: None
         """Called before a score is returned."""
 
+    def tokenize(self, method, body):
+        return {"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False)}
+
+    def detokenize(self, method, body):
+        return {"prompt": self.tokenizer.decode(body["tokens"])}
+
     def act(self, path, method, body):
         if path != "/v1/completions":
             return super().act(path, method, body)
-        ids, top = body["prompt"], body["prompt_logprobs"]
+        ids = body["prompt"]
         entries = [None]
         for i in range(1, len(ids)):
-            likeliest = {str(9000 + rank): {"logprob": (rank + 1) / -4096} for rank in range(top)}
-            entries.append({str(ids[i]): {"logprob": logprob(ids[:i], ids[i])}, **likeliest})
+            entry = {str(ids[i]): {"logprob": logprob(ids[:i], ids[i])}}
+            for rank in range(body["prompt_logprobs"]):
+                entry[str(9000 + rank)] = {"logprob": (rank + 1) / -4096}
+            entries.append(entry)
         self.meet.wait()
         self.scored.append(ids)
         self.after()
@@ -72,15 +82,13 @@ def engine(tmp_path, tokenizer):
 
 
 @pytest.fixture
-def written(tmp_path, tokenizer_folder):
+def written(tmp_path, tokenizer, tokenizer_folder):
     """Return a function that writes a run of the tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
+    recorded = {"model": str(tokenizer_folder), **digests}
 
     def written(*rows, name="run", **metadata):
-        return write_run(
-            tmp_path / name, *rows, **{"model": str(tokenizer_folder), **digests, **metadata}
-        )
+        return write_run(tmp_path / name, *rows, **{**recorded, **metadata})
 
     return written
 
@@ -104,25 +112,26 @@ def test_every_sampled_token_has_the_score_of_its_place_and_a_conversation_takes
     run, engine
 ):
     status, printed = score(run, engine, "--json")
+    assert status == 0
+    apart = []
     for call in CALLS:
         found = open_run(run).scores("big", call.session_id)[call.call_id]
-        assert (found.logprobs, found.scorer) == (
-            expected(call),
-            f"{engine.root} (weights default)",
-        )
-        assert (found.top_k, found.top_ids) == (0, [])
-    ends = [LAST, RIGHT, OTHER]
-    assert sorted(engine.scored) == sorted(
-        [*call.prompt_ids, *call.completion_ids] for call in ends
-    )
-    report, tokens = json.loads(printed), sum(len(call.completion_ids) for call in CALLS)
-    apart = [r - s for call in CALLS for r, s in zip(call.logprobs, expected(call), strict=True)]
+        assert found.logprobs == expected(call)
+        assert found.scorer == f"{engine.root} (weights default)"
+        assert found.top_k == 0
+        assert found.top_ids == []
+        apart += np.subtract(call.logprobs, expected(call)).tolist()
+    assert sorted(engine.scored) == sorted([ids_of(LAST), ids_of(RIGHT), ids_of(OTHER)])
+    report = json.loads(printed)
     assert report.pop("divergence") == pytest.approx(np.mean(apart))
     assert report == {
-        **{"name": "big", "scorer": f"{engine.root} (weights default)"},
-        **{"known": 0, "calls": 5, "tokens": tokens, "skipped": {}},
+        "name": "big",
+        "scorer": f"{engine.root} (weights default)",
+        "known": 0,
+        "calls": 5,
+        "tokens": len(apart),
+        "skipped": {},
     }
-    assert status == 0
     assert open_run(run).verify(progress=False).verdict == "ok"
 
 
@@ -131,8 +140,8 @@ def test_the_likeliest_tokens_are_stored_in_order_and_fewer_are_scored_again(run
     score(run, engine, "--top-k", "2")
     found = open_run(run).scores("big", "s")["2"]
     assert found.logprobs == expected(LEFT)
-    assert np.reshape(found.top_ids, (2, 2)).tolist() == [[9000, 9001]] * 2
-    assert np.reshape(found.top_logprobs, (2, 2)).tolist() == [[-1 / 4096, -2 / 4096]] * 2
+    assert found.top_ids == [9000, 9001] * 2
+    assert found.top_logprobs == [-1 / 4096, -2 / 4096] * 2
     requests = len(engine.scored)
     score(run, engine, "--top-k", "1")
     assert len(engine.scored) == requests
@@ -142,10 +151,10 @@ def test_a_scoring_that_failed_goes_on_with_the_calls_that_have_no_scores(run, e
     engine.after = lambda: engine.refuses.update({"/v1/completions": -1})
     with pytest.raises(EngineError, match="refused"):
         score(run, engine, "--concurrency", "1")
-    before = len(engine.scored)
-    engine.refuses, engine.after = {}, lambda: None
-    printed = score(run, engine)[1]
-    assert before == 1
+    assert len(engine.scored) == 1
+    engine.refuses = {}
+    engine.after = lambda: None
+    _, printed = score(run, engine)
     assert len(engine.scored) == 3
     assert "had scores before: 3\n" in printed
     assert len(open_run(run).scores("big", "s")) == 4
@@ -157,67 +166,56 @@ def test_so_many_requests_run_at_a_time(run, engine):
     assert len(engine.scored) == 3
 
 
-def test_an_engine_that_ends_by_scores_beside_other_calls_is_refused(run, engine):
-    engine.answers["/server_info"] = {"vllm_config": {"lora_config": {"max_loras": 2}}}
-    del engine.answers[PATH]  # `rolltap serve` did not start it
-    with pytest.raises(
-        EngineError, match=r"takes LoRA adapters, .* start it with `rolltap serve`, or without"
-    ):
-        score(run, engine)
-    assert engine.scored == []
-
-
 def test_a_later_call_is_scored_alone(run, engine):
     score(run, engine)
     later = make_call(6, [21], [22], after=LAST)
     add_rows(run, later)
     engine.scored.clear()
     score(run, engine)
-    assert engine.scored == [[*later.prompt_ids, *later.completion_ids]]
+    assert engine.scored == [ids_of(later)]
     assert open_run(run).scores("big", "s")["6"].logprobs == expected(later)
 
 
 def test_calls_that_cannot_be_scored_are_counted_and_the_rest_is_scored(written, engine):
     long = make_call(7, range(100, 197), [5, 6], session_id="long")
-    broken = make_call(8, [1], [2], session_id="broken", violation="its prompt is lost")
-    run = written(
-        *CALLS, long, broken, make_call(9, [1], [], session_id="none", logprobs=[], status="failed")
-    )
-    status, printed = score(run, engine)
+    broken = make_call(8, session_id="broken", violation="its prompt is lost")
+    failed = make_call(9, [1], [], session_id="none", status="failed")
+    status, printed = score(written(*CALLS, long, broken, failed), engine)
     assert status == 3
+    assert printed.startswith("big: 5 calls, 8 tokens scored by ")
     assert printed.splitlines()[-2:] == [
         "without scores: 1 too long for the engine",
         "without scores: 1 violation",
     ]
-    assert printed.startswith("big: 5 calls, 8 tokens scored by ")
 
 
 def test_an_adapter_of_the_engine_scores_as_itself(run, engine):
+    with pytest.raises(InputError, match=r"serves no adapter 'policy-1': it has \[\]"):
+        score(run, engine, "--adapter", "policy-1")
     engine.adapters["policy-1"] = "/1"
     score(run, engine, "--adapter", "policy-1", name="one")
     [found] = open_run(run).scores("one", "t").values()
     assert found.scorer == f"{engine.root} (weights policy-1)"
-    assert {body["model"] for path, body in engine.requests if path == "/v1/completions"} == {
-        "policy-1"
-    }
+    asked = {body["model"] for path, body in engine.requests if path == "/v1/completions"}
+    assert asked == {"policy-1"}
 
 
 def test_some_sessions_are_scored(run, engine):
     open_run(run).score(engine.url, "big", sessions=["t"], progress=False)
-    assert engine.scored == [[31, 32, 33]]
+    assert engine.scored == [ids_of(OTHER)]
     with pytest.raises(InputError, match="unknown"):
         open_run(run).score(engine.url, "big", sessions=["unknown"], progress=False)
 
 
-def test_several_engines_share_the_work_if_they_serve_the_same(run, engine, tmp_path, tokenizer):
+def test_several_engines_share_the_work_if_they_serve_the_same(run, engine, tokenizer):
     with serving(Scoring(engine.root, tokenizer)) as second:
-        open_run(run).score(f"{engine.url},{second.url}", "big", progress=False)
+        both = f"{engine.url},{second.url}"
+        open_run(run).score(both, "big", progress=False)
         assert sorted(map(len, (engine.scored, second.scored))) == [1, 2]
         second.version = "2"
-        with pytest.raises(
-            InputError, match=r"weights 2\) and .*weights default\): give those of one scorer"
-        ):
-            open_run(run).score(f"{engine.url},{second.url}", "other", progress=False)
+        why = r"weights 2\) and .*weights default\): give those of one scorer"
+        with pytest.raises(InputError, match=why):
+            open_run(run).score(both, "other", progress=False)
 
 
 def test_weights_that_change_meanwhile_end_the_scoring_and_none_of_theirs_is_stored(run, engine):
@@ -234,46 +232,48 @@ class TestRefused:
     def test_a_name_of_another_scorer(self, run, engine):
         score(run, engine)
         engine.version = "2"
-        with pytest.raises(
-            InputError, match=r"'big' .* are those of .*weights default\): score it as another name"
-        ):
+        why = r"'big' .* are those of .*weights default\): score it as another name"
+        with pytest.raises(InputError, match=why):
             score(run, engine)
 
-    def test_an_engine_with_another_tokenizer(self, run, engine):
-        engine.answers["/tokenize"] = {"tokens": [1, 2, 3]}
-        with pytest.raises(
-            InputError,
-            match=r"serves .*big, whose tokenizer is not that of .*: it would score other",
-        ):
-            score(run, engine)
-        assert engine.scored == []
-
-    def test_an_engine_with_two_words_swapped_in_its_vocabulary(self, run, engine, tokenizer):
+    @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+    def test_an_engine_with_another_tokenizer_or_two_words_swapped(
+        self, run, engine, tokenizer, path
+    ):
         a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-        swapped = {a: b, b: a}
-        engine.answers["/detokenize"] = lambda _, body: {
-            "prompt": tokenizer.decode([swapped.get(token, token) for token in body["tokens"]])
-        }
-        with pytest.raises(
-            InputError,
-            match=r"serves .*big, whose tokenizer is not that of .*: it would score other",
-        ):
+
+        def swap(method, body):
+            ids = [{a: b, b: a}.get(token, token) for token in body["tokens"]]
+            return {"prompt": tokenizer.decode(ids)}
+
+        others = {"/tokenize": {"tokens": [1, 2, 3]}, "/detokenize": swap}
+        engine.answers[path] = others[path]
+        with pytest.raises(InputError, match=r"big, whose tokenizer is not that of .*: it would"):
             score(run, engine)
         assert engine.scored == []
 
-    def test_a_run_whose_tokenizer_is_not_there(self, written, engine):
-        with pytest.raises(InputError, match="was not recorded with the tokenizer that its model"):
-            score(written(*CALLS, tokenizer_sha256="0"), engine)
-        with pytest.raises(InputError, match="no tokenizer can be loaded"):
-            score(written(*CALLS, name="other", model="/nowhere/at-all"), engine)
+    def test_an_engine_that_ends_by_scores_beside_other_calls(self, run, engine):
+        engine.answers["/server_info"] = {"vllm_config": {"lora_config": {"max_loras": 2}}}
+        del engine.answers[PATH]  # `rolltap serve` did not start it
+        with pytest.raises(EngineError, match=r"takes LoRA adapters, .* with `rolltap serve`, or"):
+            score(run, engine)
+        assert engine.scored == []
 
-    def test_an_adapter_that_is_not_there(self, run, engine):
-        with pytest.raises(InputError, match=r"serves no adapter 'policy-9': it has \[\]"):
-            score(run, engine, "--adapter", "policy-9")
+    @pytest.mark.parametrize(
+        ("rows", "metadata", "message"),
+        [
+            (CALLS, {"tokenizer_sha256": "0"}, "was not recorded with the tokenizer that its mod"),
+            (CALLS, {"model": "/nowhere/at-all"}, "no tokenizer can be loaded"),
+            ([], {}, "has no calls to score"),
+        ],
+    )
+    def test_a_run_whose_tokenizer_is_not_there_and_one_without_calls(
+        self, written, engine, rows, metadata, message
+    ):
+        with pytest.raises(InputError, match=message):
+            score(written(*rows, **metadata), engine)
 
-    def test_a_run_without_calls_and_numbers_that_make_no_sense(self, written, run, engine):
-        with pytest.raises(InputError, match="has no calls to score"):
-            score(written(make_session(), name="empty"), engine)
-        for wrong in ({"top_k": -1}, {"concurrency": 0}):
-            with pytest.raises(InputError, match="give a name, and at least 0 and 1"):
-                open_run(run).score(engine.url, "big", progress=False, **wrong)
+    @pytest.mark.parametrize("wrong", [{"top_k": -1}, {"concurrency": 0}], ids=str)
+    def test_numbers_that_make_no_sense(self, run, engine, wrong):
+        with pytest.raises(InputError, match="give a name, and at least 0 and 1"):
+            open_run(run).score(engine.url, "big", progress=False, **wrong)
