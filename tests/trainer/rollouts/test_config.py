@@ -36,16 +36,6 @@ def test_the_keywords_the_recipes_keys_and_the_options_are_the_fields():
     assert options - {"preset", "settings"} == (fields - {"budget", "recorder"}) | budgets
 
 
-def test_every_setting_has_a_help_and_the_option_has_its_default():
-    assert all(
-        field.description
-        for kind in (RolloutConfig, Budget)
-        for field in kind.model_fields.values()
-    )
-    defaults = {option.name: option.default for option in load("rollout").params}
-    assert (defaults["sessions"], defaults["timeout"], defaults["retries"]) == (8, 1800.0, 2)
-
-
 def test_budgets_and_further_options_are_those_of_the_recorder():
     config = RolloutConfig(
         budget={"calls": 3, "prompt_tokens": 100}, recorder={"rolltap_allow": ["a", "b"]}

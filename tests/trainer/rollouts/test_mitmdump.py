@@ -38,18 +38,6 @@ def test_the_recorder_ends_with_rolltap_however_that_ends(tmp_path, tokenizer_fo
         assert wait_until_dead(supervisor)
 
 
-def test_a_recorder_whose_supervisor_is_killed_is_an_error(tmp_path, tokenizer_folder):
-    options = {name: [str(tmp_path / "run")] for name in ("rolltap_out", "confdir")}
-    options |= {"rolltap_engine": ["http://127.0.0.1:9"], "rolltap_model": [str(tokenizer_folder)]}
-    process = Mitmdump("the recorder", options, secret="s" * 32, log=tmp_path / "log")
-    process.address()
-    os.kill(process._process.pid, signal.SIGKILL)
-    assert wait_until_dead(process.pid)
-    process.stop()
-    with pytest.raises(RecorderError, match="the recorder died with status -9"):
-        process.check()
-
-
 @pytest.fixture
 def process(tmp_path, tokenizer_folder):
     """Return a recorder that accepts calls."""
@@ -78,14 +66,24 @@ def is_open(port):
     return True
 
 
+def test_a_recorder_whose_supervisor_is_killed_is_an_error(process):
+    os.kill(process._process.pid, signal.SIGKILL)
+    assert wait_until_dead(process.pid)
+    process.stop()
+    with pytest.raises(RecorderError, match="the recorder died with status -9"):
+        process.check()
+
+
 def test_a_recorder_accepts_at_the_socket_of_a_box_until_the_box_ends(process):
-    first, second = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    first = socket.create_server(("127.0.0.1", 0))
+    second = socket.create_server(("127.0.0.1", 0))
     ports = [listener.getsockname()[1] for listener in (first, second)]
     with process.accept(second):
         with process.accept(first):
             first.close()
             second.close()
-            assert [ask(port).split()[1] for port in (*ports, *ports)] == [b"407"] * 4
+            for port in (*ports, *ports):
+                assert ask(port).split()[1] == b"407"
         while is_open(ports[0]):  # until the recorder has closed the socket
             pass
         assert ask(ports[1]).split()[1] == b"407"
@@ -105,28 +103,25 @@ def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path, monkeypatch):
 
 
 LOADING = "[10:00:00.000] Loading script record.py\n"
-ENDING = (
-    "[10:00:01.000] HTTP(S) proxy listening at 127.0.0.1:1.\nError logged during startup,"
-    " exiting...\n"
-)
+ENDING = "[10:00:01.000] HTTP(S) proxy listening at 127.0.0.1:1.\nError logged during startup\n"
+UNSET = f"{LOADING}[10:00:00.100] error: rolltap_out is not set\n{ENDING}"
+THREE = f"{LOADING}[10:00:00.1] error: one\nerror: two\n[10:00:00.2][127.0.0.1:5] error: 3\n"
+TWICE = "[10:00:00.100] error: one\n[10:00:00.200] error: one\n"
+SAID = "[10:00:00.100] a harness says error: one"
+LONG = [str(number) for number in range(20)]
 
 
 @pytest.mark.parametrize(
     ("log", "shown"),
     [
-        (
-            f"{LOADING}[10:00:00.100] error: rolltap_out is not set\n{ENDING}",
-            "rolltap_out is not set",
-        ),
-        (
-            f"{LOADING}[10:00:00.1] error: one\nerror: two\n[10:00:00.2][127.0.0.1:5] error: 3\n",
-            "one\ntwo\n3",
-        ),
-        ("[10:00:00.100] error: one\n[10:00:00.200] error: one\n", "one"),
-        ("[10:00:00.100] a harness says error: one\n", "[10:00:00.100] a harness says error: one"),
-        ("".join(f"{i}\n" for i in range(20)), "\n".join(map(str, range(12, 20)))),
+        (UNSET, "rolltap_out is not set"),
+        (THREE, "one\ntwo\n3"),
+        (TWICE, "one"),
+        (SAID, SAID),
+        ("\n".join(LONG), "\n".join(LONG[12:])),
         ("", ""),
     ],
+    ids=["an error", "several", "one twice", "of a harness", "none", "nothing"],
 )
 def test_a_recorder_that_did_not_start_shows_its_errors_or_its_last_lines(log, shown):
     assert reasons(log) == shown
@@ -150,20 +145,23 @@ def test_a_recorder_that_does_not_start_shows_nothing_of_an_earlier_one(tmp_path
     assert third == f"Its log is {log}"
 
 
+LOCK = """
+import pathlib, sys
+from rolltap.trainer.rollouts.mitmdump import rollout_lock
+with rollout_lock(pathlib.Path(sys.argv[1])):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
 def test_a_second_rollout_into_a_folder_is_refused_until_the_first_has_ended_or_died(tmp_path):
     run = tmp_path / "run"
-    script = (
-        "import sys; from pathlib import Path; from rolltap.trainer.rollouts.mitmdump import"
-        " rollout_lock\nwith rollout_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
+    command = [sys.executable, "-c", LOCK, run]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    refused = pytest.raises(RunError, match=f"another rollout or training runs sessions in {run}")
+    with subprocess.Popen(command, **pipes) as other:
         other.stdout.readline()
-        with (
-            pytest.raises(RunError, match=f"another rollout or training runs sessions in {run}"),
-            rollout_lock(run),
-        ):
+        with refused, rollout_lock(run):
             pass
         other.kill()
         other.wait()
@@ -216,6 +214,7 @@ def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(
         with refused, rollout_lock(run):
             pass
     entered = threading.Event()
+    monkeypatch.setattr(mitmdump, "LEFT_SECONDS", 3600.0)
 
     def start():
         with rollout_lock(run):

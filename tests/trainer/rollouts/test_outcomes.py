@@ -12,11 +12,18 @@ from rolltap.trainer.traces.facts import Facts
 
 GOOD = Facts(completed_calls=2)
 OVER = GOOD._replace(budget="budget: 3 calls")
-DONE, FAILED, STOPPED = Ended(0), Ended(1), Ended(None, "timeout")
-HALF, NO_PYTEST = Judged(reward=0.5), Judged(unjudged="no pytest")
+DONE = Ended(0)
+FAILED = Ended(1)
+STOPPED = Ended(None, "timeout")
+HALF = Judged(reward=0.5)
+NO_PYTEST = Judged(unjudged="no pytest")
+LONG = Facts(budget="budget: long")
+BY_FAULT = OVER._replace(fault="x")
 EMPTY = "no model call was completed, so that there is no reward"
 BY_STATUS = "the harness ended with status 1"
 OF_MEMORY = "stopped: its programs used more memory than the limit, 'limits.memory_gib' of the task"
+NO_REWARD = f"the judge gave no reward ({BY_STATUS})"
+OF_LENGTH = f"{EMPTY} (budget: long ({BY_STATUS}))"
 LATE = "stopped after 60 s, the limit of --timeout or of the task's 'timeout'"
 
 
@@ -31,27 +38,12 @@ LATE = "stopped after 60 s, the limit of --timeout or of the task's 'timeout'"
         (DONE, OVER, HALF, ("budget", 0.5, "budget: 3 calls")),
         (STOPPED, OVER, HALF, ("budget", 0.5, f"budget: 3 calls ({LATE})")),
         (DONE, GOOD, NO_PYTEST, ("unjudged", None, "no pytest", "completed")),
-        (
-            FAILED,
-            GOOD,
-            Judged(),
-            ("unjudged", None, f"the judge gave no reward ({BY_STATUS})", "failed"),
-        ),
+        (FAILED, GOOD, Judged(), ("unjudged", None, NO_REWARD, "failed")),
         (FAILED, Facts("no engine"), None, ("infrastructure", None, f"no engine ({BY_STATUS})")),
-        (
-            DONE,
-            OVER._replace(fault="x"),
-            None,
-            ("infrastructure", None, "x (the harness ended with status 0)"),
-        ),
+        (DONE, BY_FAULT, None, ("infrastructure", None, "x (the harness ended with status 0)")),
         (DONE, Facts(), None, ("completed", None, EMPTY)),
         (STOPPED, Facts(), None, ("timeout", None, f"{EMPTY} ({LATE})")),
-        (
-            FAILED,
-            Facts(budget="budget: long"),
-            None,
-            ("budget", None, f"{EMPTY} (budget: long ({BY_STATUS}))"),
-        ),
+        (FAILED, LONG, None, ("budget", None, OF_LENGTH)),
     ],
 )
 def test_a_session_has_the_outcome_of_the_first_row_that_holds(ended, facts, judged, expected):
@@ -85,10 +77,9 @@ def test_a_reward_is_the_judges_and_none_comes_without_it_or_with_an_outcome_tha
         outcome(ended, 60, facts, None if is_judged(facts) else judged)
 
 
-def add(tally, status, reward=None, facts=GOOD, again=False, name="s", task="t"):
-    tally.add(
-        Session(session_id=name, task_id=task, status=status, reward=reward), facts, again=again
-    )
+def add(tally, status, reward=None, facts=GOOD, again=False):
+    session = Session(session_id="s", task_id="t", status=status, reward=reward)
+    tally.add(session, facts, again=again)
 
 
 def test_the_progress_line_has_every_count():
@@ -130,9 +121,10 @@ def test_failures_of_one_task_of_several_say_nothing_of_the_others():
 
 
 def test_forks_that_diverge_do_not_end_a_rollout_as_failures_of_ours_do():
-    failures, tally = Failures(), Tally()
-    for number in range(9):
-        fail(failures, "diverged", str(number), facts=Facts(diverged="diverged at call 1"))
-        add(tally, "diverged", facts=Facts(diverged="diverged at call 1"), name=str(number))
+    failures = Failures()
+    tally = Tally()
+    diverged = Facts(diverged="diverged at call 1")
+    fail(failures, "diverged", *"abcdefghi", facts=diverged)
+    add(tally, "diverged", facts=diverged)
     assert failures.in_a_row == 0
-    assert tally.unrewarded == 9
+    assert tally.unrewarded == 1

@@ -24,17 +24,23 @@ NOWHERE = "http://127.0.0.1:9"
 
 def kill(process):
     os.kill(process.pid, signal.SIGKILL)
-    process._process.wait()
+    while not process.ended:
+        pass
 
 
 def ask(recorder, session_id, content="Hello"):
-    """Send one model call of a session, as its harness would."""
+    """Send one model call of a session, as its harness would. Return the status of the answer."""
     environment = recorder.environment(session_id)
     context = ssl.create_default_context(cafile=environment["SSL_CERT_FILE"])
-    with httpx.Client(
-        proxy=environment["HTTPS_PROXY"], verify=context, trust_env=False, timeout=60
-    ) as client:
-        return client.post(CHAT, json={**HELLO, "messages": [{"role": "user", "content": content}]})
+    proxy = environment["HTTPS_PROXY"]
+    body = {**HELLO, "messages": [{"role": "user", "content": content}]}
+    with httpx.Client(proxy=proxy, verify=context, trust_env=False, timeout=600) as client:
+        return client.post(CHAT, json=body).status_code
+
+
+def ended(session_id, **fields):
+    """Return the row of a session that is completed."""
+    return Session(session_id=session_id, **{"status": "completed", **fields})
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def running(tmp_path_factory, tokenizer_folder):
 def test_a_log_that_cannot_be_written_does_not_end_the_recorder(tmp_path, tokenizer_folder):
     (tmp_path / "recorder.log").symlink_to("/dev/full")
     with Recorder(tmp_path, engine=NOWHERE, model=str(tokenizer_folder)) as recorder:
-        recorder.end(Session(session_id="s1", status="completed"))
+        recorder.end(ended("s1"))
         recorder.check()
 
 
@@ -73,7 +79,7 @@ def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, 
 )
 def test_a_session_that_cannot_be_is_refused_and_not_recorded(running, fields, message):
     with pytest.raises(InputError, match=message):
-        running.end(Session(**{"session_id": "s", "status": "completed", **fields}))
+        running.end(ended(**{"session_id": "s", **fields}))
     assert load_sessions(running.path) == {}
 
 
@@ -82,9 +88,9 @@ def test_outside_of_its_block_a_recorder_says_so(tmp_path, tokenizer_folder):
     with pytest.raises(RecorderError, match="the recorder is not running: use it inside"):
         recorder.environment("s")
     with recorder:
-        recorder.end(Session(session_id="s", status="completed"))
+        recorder.end(ended("s"))
     with pytest.raises(RecorderError, match="the recorder is not running"):
-        recorder.end(Session(session_id="t", status="completed"))
+        recorder.end(ended("t"))
     (session,) = load_sessions(tmp_path).values()
     assert session.finished_at >= session.started_at
 
@@ -120,15 +126,12 @@ def test_the_calls_of_a_program_end_before_its_result_is_judged(
     with Recorder(
         tmp_path, engine=scripted_engine.url, model=tokenizer_folder, options=options
     ) as recorder:
-        assert [ask(recorder, session_id).status_code for session_id in ("good", "bad")] == [
-            200,
-            200,
-        ]
-        assert ask(recorder, "bad", "More").status_code == 502
+        assert ask(recorder, "good") == ask(recorder, "bad") == 200
+        assert ask(recorder, "bad", "More") == 502
         assert recorder.end_calls("good") is None
         assert "answered 500" in recorder.end_calls("bad")
-        assert ask(recorder, "good", "More").status_code == 410
-        recorder.end(Session(session_id="good", status="completed", reward=1.0))
+        assert ask(recorder, "good", "More") == 410
+        recorder.end(ended("good", reward=1.0))
 
 
 class TestPolicyVersion:
@@ -154,37 +157,42 @@ class TestPolicyVersion:
         yield
         (running.path / "policy.json").write_text('{"version": "default", "model": null}')
 
-    def end(self, recorder, session_id, **fields):
-        recorder.end(Session(session_id=session_id, status="completed", **fields))
+    def publish(self, running, version):
+        policy = {"version": version, "model": f"policy-{version}"}
+        (running.path / "policy.json").write_text(json.dumps(policy))
+
+    def version(self, recorder, session_id, **fields):
+        """End a session. Return the version in its row."""
+        recorder.end(ended(session_id, **fields))
         return load_sessions(recorder.path)[session_id].policy_version
 
     def test_it_is_what_the_calls_say_whatever_was_expected(self, running, engine):
         engine.replies.extend([Say("Hi.", weight_version="2"), Say("Ho.", weight_version="3")])
         ask(running, "asked twice")
         ask(running, "asked twice", "More")
-        assert self.end(running, "asked twice", policy_version="1") == "2"
+        assert self.version(running, "asked twice", policy_version="1") == "2"
 
-    def test_without_a_token_it_is_the_expected_or_the_published_one_or_an_error(self, running):
-        assert self.end(running, "a") == "default"
-        (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
-        assert self.end(running, "b") == "5"
-        assert self.end(running, "c", policy_version="1") == "1"
-        for name, text in (("d", "{"), ("e", '{"model": null}'), ("f", "[]")):
-            (running.path / "policy.json").write_text(text)
-            with pytest.raises(
-                RunError, match=r"(?s)policy\.json is not .*a session has no version"
-            ):
-                running.end(Session(session_id=name, status="completed", reward=1.0))
-            session = load_sessions(running.path)[name]
-            assert (session.reward, session.policy_version) == (1.0, None)
+    def test_without_a_token_it_is_the_expected_or_the_published_one(self, running):
+        assert self.version(running, "a") == "default"
+        self.publish(running, "5")
+        assert self.version(running, "b") == "5"
+        assert self.version(running, "c", policy_version="1") == "1"
+
+    @pytest.mark.parametrize("text", ["{", '{"model": null}', "[]"])
+    def test_a_published_one_that_cannot_be_read_is_an_error(self, running, text):
+        (running.path / "policy.json").write_text(text)
+        with pytest.raises(RunError, match=r"(?s)policy\.json is not .*a session has no version"):
+            running.end(ended(text, reward=1.0))
+        session = load_sessions(running.path)[text]
+        assert (session.reward, session.policy_version) == (1.0, None)
 
     def test_it_is_that_of_a_call_which_runs_when_the_session_ends(self, running, engine):
-        (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
+        self.publish(running, "5")
         engine.replies.append(Say("one two three", hold_after=2))
         asking = threading.Thread(target=ask, args=(running, "s"))
         asking.start()
         engine.holding.wait()
-        assert self.end(running, "s", policy_version="1") == "5"
+        assert self.version(running, "s", policy_version="1") == "5"
         asking.join()
 
 
@@ -204,6 +212,8 @@ class TestSeveralProcesses:
     """Two processes that start on a folder without a CA."""
 
     SESSIONS = tuple(f"s{number}" for number in range(8))
+    ENDED = SESSIONS[:4]
+    GO_ON = SESSIONS[4:]
 
     @pytest.fixture
     def make(self, tmp_path, scripted_engine, tokenizer_folder):
@@ -219,62 +229,55 @@ class TestSeveralProcesses:
         return make
 
     def places(self, recorder):
-        """Return the index of each session's process."""
+        """Return session -> index of its process."""
         addresses = [proxy.url("any").rpartition("@")[2] for proxy in recorder._proxies]
-        urls = {
-            session_id: recorder.environment(session_id)["HTTPS_PROXY"]
-            for session_id in self.SESSIONS
-        }
-        return {
-            session_id: addresses.index(url.rpartition("@")[2]) for session_id, url in urls.items()
-        }
+        places = {}
+        for name in self.SESSIONS:
+            url = recorder.environment(name)["HTTPS_PROXY"]
+            places[name] = addresses.index(url.rpartition("@")[2])
+        return places
 
-    def test_sessions_are_spread_by_id_and_recorded_together_until_a_process_dies(self, make):
+    def test_sessions_are_spread_by_id_and_recorded_together(self, make):
         with make() as recorder:
             places = self.places(recorder)
             assert set(places.values()) == {0, 1}
-            for session_id in self.SESSIONS:
-                assert ask(recorder, session_id).status_code == 200
-            for session_id in self.SESSIONS[:4]:
-                recorder.end(Session(session_id=session_id, status="completed", reward=1.0))
-            statuses = {
-                session_id: ask(recorder, session_id, "More").status_code
-                for session_id in self.SESSIONS
-            }
-            assert statuses == dict.fromkeys(self.SESSIONS[:4], 410) | dict.fromkeys(
-                self.SESSIONS[4:], 200
-            )
-            # another process than its own refuses the session: it would not know of its end
-            own, other = recorder._proxies[0], recorder._proxies[1]
-            theirs = next(name for name, place in self.places(recorder).items() if place == 0)
-            credentials = own.url(theirs).rpartition("@")[0]
-            with httpx.Client(
-                proxy=f"{credentials}@{other.url(theirs).rpartition('@')[2]}", trust_env=False
-            ) as client:
-                assert client.get("http://a.example/").status_code == 407
-        files = run_files(recorder.path, "calls")
-        assert len(files) == 2
+            for name in self.SESSIONS:
+                assert ask(recorder, name) == 200
+            for name in self.ENDED:
+                recorder.end(ended(name, reward=1.0))
+            assert {ask(recorder, name, "More") for name in self.ENDED} == {410}
+            assert {ask(recorder, name, "More") for name in self.GO_ON} == {200}
+        assert len(run_files(recorder.path, "calls")) == 2
         recorded = sorted(call["session_id"] for call in read_rows(recorder.path, "calls"))
-        assert recorded == sorted([*self.SESSIONS, *self.SESSIONS[4:]])
-        assert load_sessions(recorder.path).keys() == set(self.SESSIONS[:4])
+        assert recorded == sorted([*self.SESSIONS, *self.GO_ON])
+        assert load_sessions(recorder.path).keys() == {*self.ENDED}
         assert len(json.loads((recorder.path / "run.json").read_text())["recorders"]) == 1
-        assert sorted(path.name for path in recorder.path.glob("*.log")) == [
-            "recorder-1.log",
-            "recorder-2.log",
-        ]
-        with suppress(RecorderError), make() as again:
+        logs = sorted(path.name for path in recorder.path.glob("*.log"))
+        assert logs == ["recorder-1.log", "recorder-2.log"]
+        with make() as again:
             assert self.places(again) == places  # a restart reaches the same processes
-            kill(again._processes[1])
-            with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
-                again.check()
-            lost = next(
-                session_id
-                for session_id, place in places.items()
-                if place == 1 and session_id > "s3"
-            )
-            with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
-                again.end(Session(session_id=lost, status="completed"))
-        assert again._processes[0].ended
+
+    def test_another_process_than_its_own_refuses_a_session(self, make):
+        """It would not know of the session's end."""
+        with make() as recorder:
+            own, other = recorder._proxies
+            name = next(name for name, place in self.places(recorder).items() if place == 0)
+            credentials = own.url(name).rpartition("@")[0]
+            proxy = f"{credentials}@{other.url(name).rpartition('@')[2]}"
+            with httpx.Client(proxy=proxy, trust_env=False, timeout=600) as client:
+                assert client.get("http://a.example/").status_code == 407
+
+    def test_the_death_of_one_is_an_error_that_names_it_and_all_end(self, make):
+        died = "recorder 2 of 2 died with status -9"
+        with suppress(RecorderError), make() as recorder:
+            processes = recorder._processes
+            kill(processes[1])
+            with pytest.raises(RecorderError, match=died):
+                recorder.check()
+            lost = next(name for name, place in self.places(recorder).items() if place == 1)
+            with pytest.raises(RecorderError, match=died):
+                recorder.end(ended(lost))
+        assert processes[0].ended
 
     def test_of_recorders_that_start_at_once_on_a_folder_without_a_ca_one_makes_it(
         self, tmp_path, make, monkeypatch
@@ -291,10 +294,8 @@ class TestSeveralProcesses:
                 start.result()
                 stack.push(recorder)
             for recorder in recorders:
-                assert [ask(recorder, session).status_code for session in self.SESSIONS[:2]] == [
-                    200,
-                    200,
-                ]
+                for name in self.SESSIONS[:2]:
+                    assert ask(recorder, name) == 200
         assert (tmp_path / "made").read_text() == "made\n"
 
     def test_a_process_that_does_not_start_is_named_and_none_stays(self, make):

@@ -8,7 +8,7 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import resume
-from rolltap.trainer.rollouts.recorder import started_event
+from rolltap.trainer.rollouts.recorder import STARTED_FIELDS, started_event
 from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, key_parts
 from rolltap.trainer.tasks.task import Task
 
@@ -91,9 +91,9 @@ def test_the_newest_round_is_gone_on_with_and_a_further_one_comes_after_it():
     ],
 )
 def test_further_groups_are_begun_once_the_sessions_of_the_newest_have_run(last, expected):
-    rows = [row(f"t-{KEY}.{place}") for place in ("0-0", "0-1", "1-0")] + (
-        [row(f"t-{KEY}.1-1", last)] if last else []
-    )
+    rows = [row(f"t-{KEY}.{place}") for place in ("0-0", "0-1", "1-0")]
+    if last is not None:
+        rows.append(row(f"t-{KEY}.1-1", last))
     assert missing(rows, further=True) == [f"t-{KEY}.{place}" for place in expected]
 
 
@@ -106,9 +106,8 @@ def told(tmp_path, rows, parts, *, further=False):
             writer.add_event(started_event(each, PARTS))
     recorded = Recorded(rows)
     group = recorded.group(TASK, parts, 2, further=further)
-    return resume.resume_lines(
-        tmp_path, recorded, [group], [recorded.missing(group)], further=further
-    )
+    lacking = [recorded.missing(group)]
+    return resume.resume_lines(tmp_path, recorded, [group], lacking, further=further)
 
 
 def test_it_says_what_it_goes_on_with_and_why_not(tmp_path):
@@ -148,20 +147,11 @@ def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_tw
 
 def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_known(tmp_path):
     write_metadata(tmp_path, {"model": "m"})
-    texts = (
-        "task_id",
-        "group_id",
-        "harness",
-        "policy_version",
-        "harness_version",
-        "program_digest",
-        "preset_digest",
-    )
-    known = {name: f"the {name}" for name in (*texts, "task_digest", "runtime", "image_digest")}
-    first, second, ended = (
+    known = {name: f"the {name}" for name in STARTED_FIELDS}
+    first, second, ended = [
         Session(session_id=name, status="completed", reward=1.0, **known)
         for name in ("first", "second", "ended")
-    )
+    ]
     with RunWriter(tmp_path) as writer:
         for session in (second, ended, first):
             writer.add_event(started_event(session))
@@ -173,9 +163,6 @@ def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_
     assert [session.session_id for session in found] == ["first", "second", "later"]
     assert (found[2].task_id, found[2].status) == ("t", "cancelled")
     for session, begun in zip(found[:2], (first, second), strict=True):
-        assert (session.status, session.reward, session.started_at) == (
-            "cancelled",
-            None,
-            begun.started_at,
-        )
+        assert (session.status, session.reward) == ("cancelled", None)
+        assert session.started_at == begun.started_at
         assert {name: getattr(session, name) for name in known} == known

@@ -16,18 +16,19 @@ from rolltap.trainer.tasks.task import Task
 
 TASK = Task(id="t", instruction="go", evaluate=["true"])
 HARNESS = Harness(name="h", program="p", headless=[])
+KNOWN = {"harness_version": "1", "program_digest": "p", "image_digest": "i"}
 
 
 class Known:
     """Stands in for `Provenances`."""
 
-    def __init__(self, **fields):
-        self.fields = {"harness_version": "1", "program_digest": "p", "image_digest": "i", **fields}
+    def __init__(self, harness, **fields):
+        self.provenance = Provenance(preset_digest=harness.digest(), **{**KNOWN, **fields})
 
     async def of(self, image):
         if image == "gone":
             raise InputError("no such image")
-        return Provenance(preset_digest=HARNESS.digest(), **self.fields)
+        return self.provenance
 
 
 class Elsewhere(ProcessRuntime):
@@ -38,21 +39,17 @@ async def parts(
     *,
     model="m",
     weights="default",
-    options=None,
-    budget=None,
     digest="d",
-    timeout=60,
     runtime=None,
-    task=None,
+    task=TASK,
+    harness=HARNESS,
+    config=None,
     **known,
 ):
-    config = RolloutConfig.of(
-        {"timeout": timeout, "recorder": options or {}, "budget": budget or {}}
-    )
-    task = task or TASK
     recorder = SimpleNamespace(model=str(model), engine="")
-    context = SessionContext(config, HARNESS, runtime or ProcessRuntime(), recorder, Path())
-    context.provenances = Known(**known)
+    settings = RolloutConfig.of({"timeout": 60, **(config or {})})
+    context = SessionContext(settings, harness, runtime or ProcessRuntime(), recorder, Path())
+    context.provenances = Known(harness, **known)
     context.digests["t"] = digest
     return key_parts(await key_values(task, context, weights))
 
@@ -61,43 +58,39 @@ async def parts(
     ("changed", "name"),
     [
         ({"digest": "e"}, "task"),
-        ({"timeout": 61}, "timeout"),
+        ({"config": {"timeout": 61}}, "timeout"),
         ({"runtime": Elsewhere()}, "runtime"),
         ({"model": "n"}, "model"),
         ({"weights": "default,1"}, "weights"),
         ({"harness_version": "2"}, "harness_version"),
         ({"program_digest": "q"}, "program"),
         ({"image_digest": "j"}, "image"),
-        ({"options": {"rolltap_sampling": "{}"}}, "rolltap_sampling"),
-        ({"budget": {"calls": 3}}, "rolltap_max_calls"),
-        ({"options": {"rolltap_allow": ["a", "b"]}}, "rolltap_allow"),
+        ({"config": {"recorder": {"rolltap_sampling": "{}"}}}, "rolltap_sampling"),
+        ({"config": {"budget": {"calls": 3}}}, "rolltap_max_calls"),
+        ({"config": {"recorder": {"rolltap_allow": ["a"]}}}, "rolltap_allow"),
+        ({"harness": HARNESS.model_copy(update={"env": {"A": "1"}})}, "harness"),
     ],
 )
 async def test_each_of_them_changes_the_key_and_is_named(changed, name):
-    known, other = await parts(), await parts(**changed)
+    known = await parts()
+    other = await parts(**changed)
     assert changed_parts(known, other) == [name]
     assert group_key(known) != group_key(other)
 
 
-async def test_the_preset_changes_the_key(monkeypatch):
-    known = await parts()
+async def test_an_image_that_cannot_be_had_does_not_end_the_rollout():
     gone = TASK.model_copy(update={"image": "gone"})
-    assert (await parts(task=gone))["task"] == known[
-        "task"
-    ]  # an image that cannot be had does not end the rollout
-    monkeypatch.setitem(globals(), "HARNESS", HARNESS.model_copy(update={"env": {"A": "1"}}))
-    assert changed_parts(known, await parts()) == ["harness"]
+    assert (await parts(task=gone))["task"] == (await parts())["task"]
 
 
 async def test_what_decides_nothing_does_not_change_it(tmp_path, monkeypatch):
+    known = await parts()
     free = {"rolltap_fsync": "never", "rolltap_patience": "9", "rolltap_secret_file": "/s"}
-    assert await parts(options=free) == await parts()
+    assert await parts(config={"recorder": free}) == known
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert (
-        await parts()
-        == await parts(model=tmp_path / "m")
-        == await parts(model=f"../{tmp_path.name}/m")
-    )
+    known = await parts()
+    for folder in ("m", tmp_path / "m", f"../{tmp_path.name}/m"):
+        assert await parts(model=folder) == known
     own = TASK.model_copy(update={"timeout": 5})
-    assert await parts(task=own, timeout=60) == await parts(task=own, timeout=61)
+    assert await parts(task=own) == await parts(task=own, config={"timeout": 61})
