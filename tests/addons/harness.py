@@ -22,11 +22,13 @@ def user(text="Hello"):
 
 def content(events):
     """Return the text of a Chat Completions stream. An incomplete last event is ignored."""
-    data = [event.removeprefix("data: ") for event in events.split("\n\n")[:-1]]
-    chunks = [json.loads(text) for text in data if text != "[DONE]"]
-    return "".join(
-        chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices")
-    )
+    text = ""
+    for event in events.split("\n\n")[:-1]:
+        data = event.removeprefix("data: ")
+        if data != "[DONE]":
+            for choice in json.loads(data).get("choices", ()):
+                text += choice["delta"].get("content", "")
+    return text
 
 
 def said(reply):
@@ -117,10 +119,14 @@ class Harness:
 
     def committed(self, monkeypatch):
         """Return an event that is set when a call is committed."""
-        committed, add_call = asyncio.Event(), self.endpoint.writer.add_call
-        monkeypatch.setattr(
-            self.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set())
-        )
+        committed = asyncio.Event()
+        add_call = self.endpoint.writer.add_call
+
+        def added(call):
+            add_call(call)
+            committed.set()
+
+        monkeypatch.setattr(self.endpoint.writer, "add_call", added)
         return committed
 
     async def held(self, engine, say):
@@ -143,15 +149,13 @@ class Harness:
 
     async def stream(self, *messages, **fields):
         """Return the status and the events of a streamed reply."""
-        status, text = await self.send(
-            {"model": "m", "messages": list(messages), "stream": True, **fields}
-        )
+        body = {"model": "m", "messages": list(messages), "stream": True, **fields}
+        status, text = await self.send(body)
         return status, [line.removeprefix("data: ") for line in text.split("\n\n") if line]
 
     def calls(self, session=None):
-        return [
-            call for call in read_rows(self.run, "calls") if session in (None, call["session_id"])
-        ]
+        rows = read_rows(self.run, "calls")
+        return [call for call in rows if session in (None, call["session_id"])]
 
     def events(self, kind):
         return [event for event in read_rows(self.run, "events") if event["kind"] == kind]

@@ -23,7 +23,8 @@ def options_of(tmp_path, tokenizer_folder):
 @contextmanager
 def own_pauses():
     """Undo at the end what a recorder sets for its process: pauses for collections and threads."""
-    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    thresholds = gc.get_threshold()
+    interval = sys.getswitchinterval()
     try:
         yield
     finally:

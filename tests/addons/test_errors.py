@@ -3,6 +3,7 @@
 import json
 import shlex
 from importlib.metadata import Distribution
+from unittest import mock
 
 import pytest
 
@@ -22,25 +23,24 @@ class Installed(Distribution):
         raise NotImplementedError
 
 
-def command(monkeypatch, origin):
-    monkeypatch.setattr(errors, "distributions", lambda name: [Installed(None), Installed(origin)])
-    return errors.install_command("record")
+def command(origin):
+    found = [Installed(None), Installed(origin)]
+    with mock.patch.object(errors, "distributions", return_value=found):
+        return errors.install_command("record")
 
 
 @pytest.mark.parametrize(
     ("details", "options"), [({"archive_info": {}}, []), ({"dir_info": {"editable": True}}, ["-e"])]
 )
-def test_an_extra_is_installed_from_the_checkout_or_the_wheel(
-    details, options, tmp_path, monkeypatch
-):
+def test_an_extra_is_installed_from_the_checkout_or_the_wheel(details, options, tmp_path):
     place = tmp_path / "my clone"
     place.mkdir()
-    found = command(monkeypatch, {"url": place.as_uri(), **details})
+    found = command({"url": place.as_uri(), **details})
     assert shlex.split(found) == ["pip", "install", *options, f"{place}[record]"]
 
 
 @pytest.mark.parametrize(
     "origin", [None, {"url": "file:///gone.whl"}, {"url": "https://host/rolltap.git"}]
 )
-def test_where_neither_is_there_a_clone_is_named(origin, monkeypatch):
-    assert command(monkeypatch, origin) == "pip install '.[record]' in a clone of rolltap"
+def test_where_neither_is_there_a_clone_is_named(origin):
+    assert command(origin) == "pip install '.[record]' in a clone of rolltap"

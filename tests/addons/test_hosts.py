@@ -29,10 +29,8 @@ def test_a_pattern_that_is_none_is_refused(text):
 
 
 def test_the_patterns_of_several_texts_are_one_set():
-    assert read_all_patterns(("a.org:80", "b.org:80", "A.org:80")) == {
-        ("a.org", "80"),
-        ("b.org", "80"),
-    }
+    patterns = read_all_patterns(("a.org:80", "b.org:80", "A.org:80"))
+    assert patterns == {("a.org", "80"), ("b.org", "80")}
     assert read_all_patterns(()) == frozenset()
 
 
@@ -58,8 +56,5 @@ def test_the_patterns_of_several_texts_are_one_set():
     ],
 )
 def test_an_address_that_is_not_public_needs_a_pattern_of_its_own(pattern, host, addresses, used):
-    found = {
-        address: is_permitted_address(read_patterns(pattern), host, address, 80)
-        for address in addresses
-    }
-    assert found == dict.fromkeys(addresses, used)
+    for address in addresses:
+        assert is_permitted_address(read_patterns(pattern), host, address, 80) == used

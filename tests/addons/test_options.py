@@ -62,53 +62,19 @@ def test_an_unknown_name_is_refused_with_the_nearest_if_it_resembles_one(name, a
     [
         ("rolltap_patience", "abc", "rolltap_patience is 'abc': Input should be a valid integer"),
         ("rolltap_patience", "1.5", "rolltap_patience is '1.5': Input should be a valid integer"),
-        (
-            "rolltap_sampling",
-            '{"temperature": -3}',
-            "rolltap_sampling.temperature is -3: Input should be greater than or equal to 0",
-        ),
-        (
-            "rolltap_sampling",
-            '{"top_p": 0}',
-            "rolltap_sampling.top_p is 0: Input should be greater than 0",
-        ),
-        (
-            "rolltap_sampling",
-            '{"max_tokens": 0}',
-            "rolltap_sampling.max_tokens is 0: Input should be greater",
-        ),
-        (
-            "rolltap_sampling",
-            '{"seed": 0.5}',
-            "rolltap_sampling.seed is 0.5: Input should be a valid integer",
-        ),
-        (
-            "rolltap_sampling",
-            '{"temperature": NaN}',
-            "rolltap_sampling.temperature is nan: Input should be a finite",
-        ),
-        (
-            "rolltap_sampling",
-            '{"temperature": 1e400}',
-            "rolltap_sampling.temperature is inf: Input should be a finite",
-        ),
+        ("rolltap_sampling", '{"temperature": -3}', "rolltap_sampling.temperature is -3: Input"),
+        ("rolltap_sampling", '{"top_p": 0}', "rolltap_sampling.top_p is 0: Input"),
+        ("rolltap_sampling", '{"top_p": "1"}', "rolltap_sampling.top_p is '1': Input"),
+        ("rolltap_sampling", '{"max_tokens": 0}', "rolltap_sampling.max_tokens is 0: Input"),
+        ("rolltap_sampling", '{"seed": 0.5}', "rolltap_sampling.seed is 0.5: Input"),
+        ("rolltap_sampling", '{"temperature": NaN}', "rolltap_sampling.temperature is nan: "),
+        ("rolltap_sampling", '{"temperature": 1e400}', "rolltap_sampling.temperature is inf: "),
         ("rolltap_patience", "", "rolltap_patience is '': Input should be a valid integer"),
-        (
-            "rolltap_max_calls",
-            "-1",
-            "rolltap_max_calls is -1: Input should be greater than or equal to 0",
-        ),
-        (
-            "rolltap_keep_adapter",
-            "maybe",
-            "rolltap_keep_adapter is 'maybe': Input should be a valid boolean",
-        ),
+        ("rolltap_max_calls", "-1", "rolltap_max_calls is -1: Input should be greater"),
+        ("rolltap_max_sampled_tokens", "-1", "rolltap_max_sampled_tokens is -1: Input should be"),
+        ("rolltap_keep_adapter", "maybe", "rolltap_keep_adapter is 'maybe': Input should be a"),
         ("rolltap_fsync", ["call", "never"], "rolltap_fsync is ['call', 'never']: give one text"),
-        (
-            "rolltap_fsync",
-            "often",
-            "rolltap_fsync is 'often': Input should be 'never', 'session' or 'call'",
-        ),
+        ("rolltap_fsync", "often", "rolltap_fsync is 'often': Input should be 'never', 'session'"),
         ("rolltap_engine", "", "rolltap_engine is not set"),
         ("rolltap_rerun", '{"run": "runs/a"}', "rolltap_rerun.session is {'run': 'runs/a'}: "),
     ],
@@ -146,9 +112,8 @@ async def test_each_option_has_a_text_and_a_default_of_its_type_in_mitmproxy(opt
     for name in OPTIONS:
         option = options._options[name]
         assert option.help
-        assert isinstance(
-            option.default, option.typespec if isinstance(option.typespec, type) else tuple
-        )
+        kind = option.typespec if isinstance(option.typespec, type) else tuple
+        assert isinstance(option.default, kind)
 
 
 async def test_an_option_of_another_script_may_be_declared_later(options, tmp_path):

@@ -2,6 +2,7 @@ import gc
 import logging
 import re
 import sys
+from functools import partial
 
 import pyarrow
 import pytest
@@ -29,13 +30,19 @@ async def recorder(options):
 
 
 def test_objects_of_start_up_are_not_garbage_collected_again_and_threads_give_way():
-    loaded, thresholds, interval = [[]], gc.get_threshold(), sys.getswitchinterval()
+    loaded = [[]]
+    thresholds = gc.get_threshold()
+    interval = sys.getswitchinterval()
     with own_pauses():
         Recorder().running()
         assert not any(known is loaded for known in gc.get_objects())
         assert gc.get_threshold()[0] > thresholds[0]
         assert sys.getswitchinterval() < interval
     assert any(known is loaded for known in gc.get_objects())
+
+
+def update(mitmproxy, options, **changes):
+    mitmproxy.update(**{**options, **changes})
 
 
 class TestOptions:
@@ -45,7 +52,7 @@ class TestOptions:
     async def configure(self, options):
         recorder = Recorder()
         with own_pauses(), taddons.context(Proxyserver(), recorder) as context:
-            yield lambda **changes: context.options.update(**{**options, **changes})
+            yield partial(update, context.options, options)
             recorder.running()
             await recorder.done()
 
@@ -54,70 +61,23 @@ class TestOptions:
         [
             ("rolltap_out", "", r"rolltap_out is not set: add --set rolltap_out="),
             ("rolltap_model", "", r"rolltap_model is not set: add --set rolltap_model="),
-            (
-                "rolltap_engine",
-                "http://",
-                r"rolltap_engine is 'http://': give a URL such as http://",
-            ),
-            (
-                "rolltap_model",
-                "{tmp}",
-                (
-                    r"rolltap_model, rolltap_renderer, rolltap_tool_parser: the folder .* is no"
-                    r" model: it has no tokenizer"
-                ),
-            ),
-            (
-                "rolltap_renderer",
-                "gpt-oss",
-                r"rolltap_renderer, .*: cannot use the renderer 'gpt-oss' with",
-            ),
-            (
-                "rolltap_tool_parser",
-                "gpt",
-                r"rolltap_tool_parser: there is no tool parser 'gpt': choose auto, hermes",
-            ),
+            ("rolltap_engine", "http://", r"rolltap_engine is 'http://': give a URL"),
+            ("rolltap_model", "{tmp}", r"rolltap_model, .*: the folder .* has no tokenizer"),
+            ("rolltap_renderer", "gpt-oss", r"rolltap_renderer, .*: cannot use the renderer"),
+            ("rolltap_tool_parser", "gpt", r"no tool parser 'gpt': choose auto, hermes"),
             ("rolltap_sampling", "{", r"rolltap_sampling is not JSON"),
-            (
-                "rolltap_sampling",
-                "[1]",
-                r"rolltap_sampling is \[1\]: Input should be a valid dictionary",
-            ),
-            (
-                "rolltap_sampling",
-                '{"temp": 1}',
-                r"rolltap_sampling.temp is unknown: use temperature, ",
-            ),
-            (
-                "rolltap_sampling",
-                '{"top_p": "1"}',
-                r"rolltap_sampling.top_p is '1': Input should be a valid number",
-            ),
-            (
-                "rolltap_sampling",
-                '{"top_k": true}',
-                r"rolltap_sampling.top_k is True: Input should be a valid integer",
-            ),
+            ("rolltap_sampling", "[1]", r"rolltap_sampling is \[1\]: .* a valid dictionary"),
+            ("rolltap_sampling", '{"temp": 1}', r"rolltap_sampling.temp is unknown: use temp"),
+            ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling.top_k is True: Input"),
             ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
-            (
-                "rolltap_max_sampled_tokens",
-                -1,
-                r"rolltap_max_sampled_tokens is -1: Input should be greater",
-            ),
-            (
-                "rolltap_images",
-                "show",
-                r"rolltap_images is 'show': Input should be 'hide' or 'refuse'",
-            ),
+            ("rolltap_images", "show", r"rolltap_images is 'show': .*'hide' or 'refuse'"),
         ],
     )
     def test_a_refusal_names_the_option_its_value_and_what_to_do(
         self, configure, caplog, tmp_path, name, value, words
     ):
         (tmp_path / "file").touch()
-        configure(
-            **{name: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value}
-        )
+        configure(**{name: value.replace("{tmp}", str(tmp_path))})
         (refusal,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert re.search(words, refusal.message)
         assert not (tmp_path / "run").exists()
@@ -137,10 +97,9 @@ class TestOptions:
     def test_a_template_that_no_renderer_knows_is_warned_of(
         self, configure, caplog, tmp_path, save_tokenizer
     ):
-        save_tokenizer(
-            tmp_path / "model", "{% for message in messages %}{{ message.content }}{% endfor %}"
-        )
-        configure(rolltap_model=str(tmp_path / "model"), rolltap_renderer="auto")
+        texts = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        model = save_tokenizer(tmp_path / "model", texts)
+        configure(rolltap_model=model, rolltap_renderer="auto")
         assert "rolltap_tool_parser" in caplog.text
         assert "rolltap_renderer" in caplog.text
 
@@ -148,19 +107,11 @@ class TestOptions:
 class TestRun:
     def test_its_metadata_says_how_it_was_recorded(self, recorder, options, rendering):
         metadata = read_metadata(recorder.endpoint.writer.run)
-        digest = rendering.digests["tokenizer_sha256"]
-        expected = {
-            "model": options["rolltap_model"],
-            "renderer": "qwen3",
-            "tokenizer_sha256": digest,
-        }
-        assert expected.items() <= metadata.items()
-        (recorder,) = metadata["recorders"]
-        assert (recorder["engines"], recorder["sampling"]) == (
-            ["http://127.0.0.1:1"],
-            NEUTRAL_SAMPLING,
-        )
-        assert recorder["versions"]["pyarrow"] == pyarrow.__version__
+        assert (metadata["model"], metadata["renderer"]) == (options["rolltap_model"], "qwen3")
+        assert metadata["tokenizer_sha256"] == rendering.digests["tokenizer_sha256"]
+        (row,) = metadata["recorders"]
+        assert (row["engines"], row["sampling"]) == (["http://127.0.0.1:1"], NEUTRAL_SAMPLING)
+        assert row["versions"]["pyarrow"] == pyarrow.__version__
 
     def test_a_run_that_cannot_be_written_to_is_logged(self, recorder, tmp_path, caplog):
         run = recorder.endpoint.writer.run

@@ -14,16 +14,13 @@ SECRET = "key"
 
 def credentials(session_id, given=None):
     given = password(SECRET, session_id) if given is None else given
-    return {
-        "proxy-authorization": "Basic "
-        + base64.b64encode(f"{session_id}:{given}".encode()).decode()
-    }
+    encoded = base64.b64encode(f"{session_id}:{given}".encode()).decode()
+    return {"proxy-authorization": f"Basic {encoded}"}
 
 
 def request(method="GET", url="http://example.com/", headers=None, client=None):
-    return tflow.tflow(
-        req=http.Request.make(method, url, headers=headers or {}), client_conn=client
-    )
+    made = http.Request.make(method, url, headers=headers or {})
+    return tflow.tflow(req=made, client_conn=client)
 
 
 @pytest.fixture
@@ -35,8 +32,13 @@ def secret_file(tmp_path):
 
 
 @pytest.fixture
-async def sessions(events, secret_file):
-    addon = Sessions(events.append)
+def record(events):
+    return mock.Mock(side_effect=events.append)
+
+
+@pytest.fixture
+async def sessions(record, secret_file):
+    addon = Sessions(record)
     with taddons.context(Recorder(), addon) as context:
         context.configure(addon, rolltap_secret_file=str(secret_file))
         yield addon
@@ -90,12 +92,8 @@ class TestCredentials:
         assert SESSION not in flow.metadata
         assert "proxy-authorization" not in flow.request.headers
         (event,) = events
-        assert (event.kind, event.session_id, event.host, event.method) == (
-            "unauthorised",
-            None,
-            "example.com",
-            "POST",
-        )
+        assert (event.kind, event.session_id) == ("unauthorised", None)
+        assert (event.host, event.method) == ("example.com", "POST")
 
     @pytest.mark.parametrize(
         "header", [{}, {"proxy-authorization": "Bearer x"}, {"proxy-authorization": "Basic *"}]
@@ -108,8 +106,8 @@ class TestCredentials:
         assert "HTTPS_PROXY=http://SESSION:PASSWORD@HOST:PORT" in flow.response.text
         assert events == []
 
-    def test_a_request_is_refused_even_when_that_cannot_be_recorded(self, sessions, monkeypatch):
-        monkeypatch.setattr(sessions, "_record", mock.Mock(side_effect=RuntimeError))
+    def test_a_request_is_refused_even_when_that_cannot_be_recorded(self, sessions, record):
+        record.side_effect = RuntimeError
         flow = request(headers=credentials("s1", "wrong"))
         with pytest.raises(RuntimeError):
             sessions.requestheaders(flow)
@@ -131,6 +129,5 @@ async def test_any_password_is_accepted_without_a_secret_and_none_if_it_cannot_b
         assert session("anything") == "s1"
         context.configure(sessions, rolltap_secret_file=str(secret_file))
         assert "rolltap_secret_file: other users may read the secret in" in caplog.text
-        assert {
-            session(given) for given in (SECRET, "", password("", "s1"), password(SECRET, "s1"))
-        } == {407}
+        for given in (SECRET, "", password("", "s1"), password(SECRET, "s1")):
+            assert session(given) == 407
