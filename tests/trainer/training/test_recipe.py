@@ -154,6 +154,10 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
             "teacher_engine does nothing without teacher: add teacher",
         ),
         (
+            GOOD + 'teacher = "x"\nteacher_engine = "http://h"\n[forks]\nsessions = 2\n',
+            "with a teacher all groups train: remove forks",
+        ),
+        (
             GOOD + 'dtype = "float16"\n',
             "'dtype' is 'float16': Input should be 'bfloat16' or 'float32'",
         ),
