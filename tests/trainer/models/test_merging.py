@@ -30,15 +30,14 @@ def trained(model):
 
     model.zero_grad()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = (
-            model(input_ids=torch.arange(60)[None] % VOCABULARY)
-            .logits.log_softmax(-1)[..., 7]
-            .sum()
-        )
+        logits = model(input_ids=torch.arange(60)[None] % VOCABULARY).logits
+        loss = logits.log_softmax(-1)[..., 7].sum()
     loss.backward()
-    return {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }, sum(kept)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return gradients, sum(kept)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])

@@ -40,11 +40,9 @@ def perturbed(model, seed: int = 1):
 
 def with_adapter(model, **config):
     torch.manual_seed(2)
-    defaults = {"target_modules": "all-linear", "exclude_modules": frozen_modules(model) or None}
-    adapted = get_peft_model(
-        model, LoraConfig(r=4, init_lora_weights=False, **{**defaults, **config})
-    )
-    return adapted.eval()
+    everywhere = {"target_modules": "all-linear", "exclude_modules": frozen_modules(model) or None}
+    lora = LoraConfig(r=4, init_lora_weights=False, **{**everywhere, **config})
+    return get_peft_model(model, lora).eval()
 
 
 def beside(key):
@@ -54,11 +52,14 @@ def beside(key):
 
 def stored(folder):
     """Return the weights in a folder, by name."""
-    return {
-        name: tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    weights = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    return weights
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
 @torch.no_grad()
@@ -77,17 +78,12 @@ def assert_the_same(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "save"), LOADABLE)
-def test_trained_weights_are_saved_as_a_checkpoint_of_the_same_model(
-    checkpoint, tmp_path, name, save
-):
-    base = checkpoint(name)
-    model = perturbed(load_policy(base, "float32").eval())
-    save(model, tmp_path / "new", base)
-    again = load_policy(tmp_path / "new", "float32").eval()
-    assert again.state_dict().keys() == model.state_dict().keys()
-    for key, tensor in again.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[key]), key
+def assert_reloaded(folder, model):
+    """Assert that a folder has the text part of a model, bit for bit."""
+    again = load_policy(folder, "float32").state_dict()
+    assert again.keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again[key], tensor), key
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -97,14 +93,18 @@ def test_published_weights_are_the_text_part_under_the_names_of_the_base(
     base = checkpoint(name)
     model = perturbed(load_policy(base, "float32"))
     save_weights(model, tmp_path, base)
-    before, after = stored(base), stored(tmp_path)
+    before = stored(base)
+    after = stored(tmp_path)
     assert after.keys() == {key for key in before if not beside(key)}
     assert not [key for key in after if torch.equal(after[key], before[key])]
     if (base / "model.safetensors.index.json").is_file():
-        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-        assert index == {
-            key: file.name for file in tmp_path.glob("*.safetensors") for key in load_file(file)
-        }
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        files = {}
+        for file in tmp_path.glob("*.safetensors"):
+            files |= dict.fromkeys(load_file(file), file.name)
+        assert index["weight_map"] == files
+    if name != "gemma3":  # without its tower, which an engine has
+        assert_reloaded(tmp_path, model)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -112,23 +112,18 @@ def test_the_finished_model_has_all_that_its_base_has(checkpoint, tmp_path, name
     base = checkpoint(name)
     model = perturbed(load_policy(base, "float32").eval())
     save_whole(model, tmp_path, base)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        path.name for path in base.iterdir()
-    )
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
-        (base / "config.json").read_text()
-    )
-    before, after = stored(base), stored(tmp_path)
-    assert {key: tensor.shape for key, tensor in after.items()} == {
-        k: tensor.shape for k, tensor in before.items()
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in base.iterdir()}
+    assert config_of(tmp_path) == config_of(base)
+    before = stored(base)
+    after = stored(tmp_path)
+    assert after.keys() == before.keys()
     for key in before:
+        assert after[key].shape == before[key].shape
         assert torch.equal(after[key], before[key]) == beside(key), key
+    assert_reloaded(tmp_path, model)
     assert_the_same(whole_logits(name, tmp_path), logits(model))
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path).get_vocab()
-        == AutoTokenizer.from_pretrained(base).get_vocab()
-    )
+    words = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (tmp_path, base)]
+    assert words[0] == words[1]
 
 
 EXPERTS = {
@@ -153,10 +148,8 @@ def test_an_adapter_is_merged_into_what_is_saved_and_stays_in_the_model(
     model = with_adapter(load_policy(base, "float32"), **config)
     if config == WHOLE_HEAD:
         perturbed(model)
-    expected, before = (
-        logits(model),
-        {key: tensor.clone() for key, tensor in model.state_dict().items()},
-    )
+    expected = logits(model)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with model.disable_adapter():
         assert (logits(model) - expected).abs().max() > 0.01
     save(model, tmp_path / "new", base)
@@ -185,8 +178,8 @@ def test_an_adapter_on_one_of_two_tied_weights_or_that_engines_do_not_take_is_re
 
 def test_a_base_that_stores_both_of_two_tied_weights_gets_both(checkpoint, tmp_path):
     base = shutil.copytree(checkpoint("qwen3"), tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tied = config_of(base) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(tied))
     model = load_policy(base, "float32")
     model.lm_head.weight = model.model.embed_tokens.weight
     perturbed(model)
@@ -201,14 +194,10 @@ def test_the_type_of_the_weights_is_the_models_and_in_its_config(checkpoint, tmp
     base = checkpoint("qwen3.5")
     model = with_adapter(perturbed(load_policy(base, "bfloat16")))
     save(model, tmp_path, base)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (json.loads((base / "config.json").read_text())["dtype"], config["dtype"]) == (
-        "float32",
-        "bfloat16",
-    )
-    assert {
-        tensor.dtype for key, tensor in stored(tmp_path).items() if "language_model" in key
-    } == {torch.bfloat16}
+    assert config_of(base)["dtype"] == "float32"
+    assert config_of(tmp_path)["dtype"] == "bfloat16"
+    for key, tensor in stored(tmp_path).items():
+        assert tensor.dtype == torch.bfloat16 or "language_model" not in key
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 

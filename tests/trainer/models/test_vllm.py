@@ -47,10 +47,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def with_adapter(model):
     torch.manual_seed(2)
-    model = get_peft_model(
-        copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    )
-    return model.eval()
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(copy.deepcopy(model), lora).eval()
 
 
 def test_the_text_part_scores_as_the_engine_does(admin, base):
