@@ -12,6 +12,7 @@ from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.engine.admin import EngineAdmin, Load, Models
 from rolltap.trainer.training.online import typed_recipe
 from rolltap.trainer.training.recipe import Recipe
+from tests.trainer.engine.acting import UNKNOWN
 
 BASE = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096}
 ADAPTER = {"id": "policy-1", "root": "/published/policy-1", "parent": "tiny", "max_model_len": None}
@@ -52,11 +53,8 @@ def test_tokens_are_sampled_neutrally_and_each_has_its_log_probability(answering
     assert (body["model"], body["token_ids"]) == ("tiny", [1, 2])
     expected = {**NEUTRAL_SAMPLING, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
     assert body["sampling_params"] == expected
-    for wrong in (
-        {"token_ids": [3]},
-        {"token_ids": [3, 4, 5]},
-        {"logprobs": {"content": entries[:1]}},
-    ):
+    fewer = {"logprobs": {"content": entries[:1]}}
+    for wrong in ({"token_ids": [3]}, {"token_ids": [3, 4, 5]}, fewer):
         answering.answers["/inference/v1/generate"] = {"choices": [choice | wrong]}
         with pytest.raises(EngineError, match=r"it is not vLLM 0\.32 or newer"):
             admin.sample("tiny", [1, 2], 2)
@@ -76,15 +74,8 @@ def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_
 @pytest.mark.parametrize(
     ("answer", "dtype"),
     [
-        (
-            {
-                "vllm_config": (
-                    "model='m', dtype=torch.bfloat16, max_seq_len=4096, kv_cache_dtype=auto"
-                )
-            },
-            "bfloat16",
-        ),
-        ({"vllm_config": "model='m', dtype=torch.float16"}, None),  # nothing is trained in it
+        ({"vllm_config": "m, dtype=torch.bfloat16, kv_cache_dtype=auto"}, "bfloat16"),
+        ({"vllm_config": "m, dtype=torch.float16"}, None),  # nothing is trained in it
         ((404, "no development routes"), None),
     ],
 )
@@ -94,16 +85,12 @@ def test_an_engine_tells_the_type_in_which_it_computes(answering, admin, answer,
 
 
 def test_a_temperature_needs_log_probabilities_at_it(answering, admin):
-    answering.answers["/server_info"] = {
-        "vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}
-    }
+    config = {"logprobs_mode": "processed_logprobs"}
+    answering.answers["/server_info"] = {"vllm_config": {"model_config": config}}
     admin.require_processed()
-    answering.answers["/server_info"] = {
-        "vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}
-    }
-    with pytest.raises(
-        EngineError, match=r"reports raw_logprobs, .* --logprobs-mode processed_logprobs, or remove"
-    ):
+    config["logprobs_mode"] = "raw_logprobs"
+    fix = r"reports raw_logprobs, .* --logprobs-mode processed_logprobs, or remove"
+    with pytest.raises(EngineError, match=fix):
         admin.require_processed()
 
 
@@ -111,22 +98,17 @@ def test_a_recipe_without_a_type_takes_its_engines(answering):
     answering.answers["/server_info"] = {"vllm_config": "dtype=torch.bfloat16"}
     recipe = Recipe(model=Path("m"), steps=1)
     assert typed_recipe(recipe, answering.url).dtype == "bfloat16"
-    assert (
-        typed_recipe(recipe.model_copy(update={"dtype": "float32"}), answering.url).dtype
-        == "float32"
-    )
+    own = recipe.model_copy(update={"dtype": "float32"})
+    assert typed_recipe(own, answering.url) == own
     assert typed_recipe(recipe, "http://127.0.0.1:9") == recipe  # no server listens there
 
 
 def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):
     admin.require_endpoints()
-    answering.answers |= {
-        "/openapi.json": {"paths": {"/collective_rpc": {}}},
-        "/version": {"version": "0.20.0"},
-    }
-    with pytest.raises(
-        EngineError, match=r"vLLM 0\.20\.0 .* lacks /inference/v1/generate .*needs vLLM 0\.32"
-    ):
+    answering.answers["/openapi.json"] = {"paths": {"/collective_rpc": {}}}
+    answering.answers["/version"] = {"version": "0.20.0"}
+    lacks = r"vLLM 0\.20\.0 .* lacks /inference/v1/generate .*needs vLLM 0\.32"
+    with pytest.raises(EngineError, match=lacks):
         admin.require_endpoints()
 
 
@@ -134,8 +116,9 @@ def test_what_an_engine_says_of_its_state_counts(answering, admin):
     answering.answers |= {
         "/is_paused": {"is_paused": True},
         "/reset_prefix_cache": {"success": False},
+        "/update_weight_version": {},
+        "/weight_info": {"weight_version": "6"},
     }
-    answering.answers |= {"/update_weight_version": {}, "/weight_info": {"weight_version": "6"}}
     assert admin.is_paused() is True
     with pytest.raises(EngineError, match="kept its prefix cache"):
         admin.reset_prefix_cache()
@@ -143,13 +126,14 @@ def test_what_an_engine_says_of_its_state_counts(answering, admin):
         admin.set_weight_version("7")
 
 
-NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
-WEIGHTS, MODELS, LOAD = "/weight_info", "/v1/models", "/v1/load_lora_adapter"
-WEIGHT_VERSION, SCORE = methodcaller("weight_version"), methodcaller("score", "a", [1], [2])
-LOAD_ADAPTER, UNLOAD_ADAPTER = (
-    methodcaller("load_adapter", "a", Path("/a")),
-    methodcaller("unload_adapter", "a"),
-)
+WEIGHTS = "/weight_info"
+MODELS = "/v1/models"
+LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
+SCORE = methodcaller("score", "a", [1], [2])
+LOAD_ADAPTER = methodcaller("load_adapter", "a", Path("/a"))
+UNLOAD_ADAPTER = methodcaller("unload_adapter", "a")
+RELOAD = methodcaller("reload_weights", Path("/a"))
 BY_SERVE = "404 .*start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
 HIGHER_RANK = "`rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r"
 NOT_VLLM = r"it is not vLLM 0\.32"
@@ -158,33 +142,18 @@ NOT_VLLM = r"it is not vLLM 0\.32"
 @pytest.mark.parametrize(
     ("ask", "path", "answer", "message"),
     [
-        (WEIGHT_VERSION, WEIGHTS, None, BY_SERVE),
-        (WEIGHT_VERSION, WEIGHTS, (200, "<html>"), rf"answers '<html>' .*: {NOT_VLLM}"),
-        (WEIGHT_VERSION, WEIGHTS, {"version": 1}, rf"KeyError.*: {NOT_VLLM}"),
-        (EngineAdmin.models, MODELS, {"data": []}, rf"StopIteration.*: {NOT_VLLM}"),
-        (
-            EngineAdmin.models,
-            MODELS,
-            (307, ""),
-            r"GET http\S+/v1/models: 307 ; see the engine's log",
-        ),
+        (EngineAdmin.weight_version, WEIGHTS, None, BY_SERVE),
+        (EngineAdmin.weight_version, WEIGHTS, (200, "<html>"), f"'<html>' .*: {NOT_VLLM}"),
+        (EngineAdmin.weight_version, WEIGHTS, {"version": 1}, f"KeyError.*: {NOT_VLLM}"),
+        (EngineAdmin.models, MODELS, {"data": []}, f"StopIteration.*: {NOT_VLLM}"),
+        (EngineAdmin.models, MODELS, (307, ""), r"GET http\S+/v1/models: 307 ; see the engine's"),
         (LOAD_ADAPTER, LOAD, None, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-        (LOAD_ADAPTER, LOAD, NOT_FOUND, "folder under the same path"),
+        (LOAD_ADAPTER, LOAD, UNKNOWN, "folder under the same path"),
         (LOAD_ADAPTER, LOAD, (400, "LoRA rank 32 is greater than max_lora_rank 16."), HIGHER_RANK),
-        (
-            UNLOAD_ADAPTER,
-            "/v1/unload_lora_adapter",
-            NOT_FOUND,
-            "cannot be found.*; see the engine's log",
-        ),
-        (SCORE, "/v1/completions", NOT_FOUND, "was unloaded while it was checked: check again"),
+        (UNLOAD_ADAPTER, UNLOAD, UNKNOWN, "cannot be found.*; see the engine's log"),
+        (SCORE, "/v1/completions", UNKNOWN, "was unloaded while it was checked: check again"),
         (SCORE, "/v1/completions", (400, "out of vocabulary"), "the model that run.json names"),
-        (
-            methodcaller("reload_weights", Path("/a")),
-            "/collective_rpc",
-            (500, "boom"),
-            "500 boom; see the engine.s log",
-        ),
+        (RELOAD, "/collective_rpc", (500, "boom"), "500 boom; see the engine.s log"),
     ],
 )
 def test_an_error_names_the_request_the_answer_and_what_to_do(
@@ -198,9 +167,8 @@ def test_an_error_names_the_request_the_answer_and_what_to_do(
 
 
 def test_an_address_without_a_server_is_an_error_that_says_what_to_do():
-    with pytest.raises(
-        EngineError, match=r"no engine answers .*start it with `rolltap serve`, or give its URL"
-    ):
+    fix = "no engine answers .*start it with `rolltap serve`, or give its URL"
+    with pytest.raises(EngineError, match=fix):
         EngineAdmin("http://127.0.0.1:9").models()
 
 
@@ -222,9 +190,7 @@ METRICS = """# HELP vllm:num_requests_running Number of requests in model execut
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 2.0
-# TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
-# TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
 # TYPE vllm:num_preemptions_total counter

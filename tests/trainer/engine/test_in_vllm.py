@@ -31,30 +31,17 @@ def ask(monkeypatch):
         sent = []
 
         async def send(message):
-            sent.append(message)
+            sent.append(message.get("status") or message["type"])
 
         headers = [(b"authorization", value.encode("latin-1")) for value in authorizations]
         await RequireKey(app)({"type": kind, "path": path, "headers": headers, **scope}, None, send)
-        return [
-            message["type"] if kind != "http" else message.get("status", message["type"])
-            for message in sent
-        ]
+        return sent
 
     return ask
 
 
-ROUTES = [
-    "/pause",
-    "/update_weights",
-    "/v1/load_lora_adapter",
-    "/inference/v1/generate",
-    "/collective_rpc",
-    "/metrics",
-]
-
-
 @pytest.mark.parametrize(
-    "path", [*ROUTES, "", "/", "/health/", "//health", "/health/../pause", "/HEALTH"]
+    "path", ["/pause", "", "/", "/health/", "//health", "/health/../pause", "/HEALTH"]
 )
 async def test_a_route_requires_the_key(ask, path):
     for method in ("GET", "OPTIONS", "HEAD", "CONNECT"):

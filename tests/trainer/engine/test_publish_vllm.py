@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 
 from rolltap.addons.errors import EngineError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
@@ -45,9 +46,8 @@ def restored(engine):
 
 
 def restore(engine) -> None:
-    for served in engine.http.get("/v1/models").json()["data"]:
-        if served["parent"]:
-            post(engine, "/v1/unload_lora_adapter", {"lora_name": served["id"]})
+    for name in adapters(engine):
+        post(engine, "/v1/unload_lora_adapter", {"lora_name": name})
     EngineAdmin(engine.url).serve(engine.model_dir, "default")
 
 
@@ -66,38 +66,41 @@ def publisher(engine, tmp_path):
 
 
 def post(engine, path: str, body: dict) -> httpx.Response:
-    response = engine.http.post(path, json=body, timeout=120)
+    response = engine.http.post(path, json=body, timeout=600)
     response.raise_for_status()
     return response
 
 
-def generate(engine, model: str | None = None) -> dict:
-    """Return 16 tokens that the engine samples after `PROMPT`, with their log-probabilities and
-    weight versions."""
-    sampling = {
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "logprobs": 0,
-        "ignore_eos": True,
-    }
-    body = {"token_ids": PROMPT, "sampling_params": sampling} | ({"model": model} if model else {})
-    return post(engine, "/inference/v1/generate", body).json()["choices"][0]
+def asked(tokens: int, **fields) -> dict:
+    """Return a request for tokens after `PROMPT`."""
+    sampling = NEUTRAL_SAMPLING | {"max_tokens": tokens, "logprobs": 0, "ignore_eos": True}
+    return {"token_ids": PROMPT, "sampling_params": sampling, **fields}
+
+
+def generate(engine, **fields) -> dict:
+    """Return 16 tokens that the engine samples, with their log-probabilities and weight
+    versions."""
+    return post(engine, "/inference/v1/generate", asked(16, **fields)).json()["choices"][0]
 
 
 @torch.no_grad()
+def score(model, ids: list[int]) -> list[float]:
+    """Return the log-probability of each token of `ids` but the first."""
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def reported(*choices: dict) -> list[float]:
+    return [token["logprob"] for choice in choices for token in choice["logprobs"]["content"]]
+
+
 def assert_samples_like(model, choice: dict, version: str | None = None) -> None:
     """Assert that the log-probabilities in `choice` are those of `model`, and that it names the
     version."""
-    assert version is None or choice["weight_versions"] == [
-        {"version": version, "start": 0, "end": 16}
-    ]
-    ids = choice["token_ids"]
-    logits = model(input_ids=torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-    reported = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
-    torch.testing.assert_close(reported, expected, atol=1e-4, rtol=0)
+    if version is not None:
+        assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 16}]
+    expected = score(model, PROMPT + choice["token_ids"])[len(PROMPT) - 1 :]
+    assert reported(choice) == pytest.approx(expected, abs=1e-4)
 
 
 def perturbed(model: Qwen3ForCausalLM, seed: int = 0) -> Qwen3ForCausalLM:
@@ -119,17 +122,9 @@ def with_adapter(model: Qwen3ForCausalLM, rank: int = 4, seed: int = 0):
     return get_peft_model(copy.deepcopy(model), config).eval()
 
 
-@torch.no_grad()
-def score(model, ids: list[int]) -> list[float]:
-    """Return the log-probability of each token of `ids` but the first."""
-    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-
-
 def adapters(engine) -> set[str]:
-    return {
-        served["id"] for served in engine.http.get("/v1/models").json()["data"] if served["parent"]
-    }
+    cards = engine.http.get("/v1/models").json()["data"]
+    return {card["id"] for card in cards if card["parent"]}
 
 
 def policy(run: Path) -> dict:
@@ -168,19 +163,19 @@ def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_trainin
 
 def generated_meanwhile(engine, publish, *, tokens: int) -> list[dict]:
     """Return the choices of a stream of so many tokens during which `publish` is called."""
-    sampling = {"max_tokens": tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
-    with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=120) as response:
+    body = asked(tokens, stream=True)
+    with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=600) as response:
         lines = response.iter_lines()
         events = [next(lines)]
-        reader = threading.Thread(target=lambda: events.extend(lines))
+        reader = threading.Thread(target=events.extend, args=[lines])
         reader.start()
         publish()
         reader.join()
-    events = [
-        json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")
-    ]
-    return [choice for event in events for choice in event["choices"]]
+    choices = []
+    for event in events:
+        if event.startswith("data: {"):
+            choices += json.loads(event.removeprefix("data: "))["choices"]
+    return choices
 
 
 def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, publisher):
@@ -195,13 +190,12 @@ def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, rest
 def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_keys(
     engine, base, restored, publisher
 ):
-    weights, publishes = {"default": base}, publisher("checkpoint", keep=True)
-    for step, tokens in (
-        (1, 2_000),
-        (2, 12_000),
-        (3, 24_000),
-    ):  # on a busy machine all of a call may be on one side
-        before, version = list(weights)[-1], f"{RUN}.{step}.0"
+    publishes = publisher("checkpoint", keep=True)
+    weights = {"default": base}
+    # on a busy machine all of a call may be on one side
+    for step, tokens in ((1, 2_000), (2, 12_000), (3, 24_000)):
+        before = list(weights)[-1]
+        version = f"{RUN}.{step}.0"
         weights[version] = perturbed(base, seed=step)
         publish = partial(publishes.publish, weights[version], version, agreed)
         choices = generated_meanwhile(engine, publish, tokens=tokens)
@@ -209,35 +203,28 @@ def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_ke
         if len(spans) > 1:
             break
     old, new = spans
-    assert (old["version"], old["start"], new["version"], new["end"]) == (
-        before,
-        0,
-        version,
-        tokens,
-    )
     swap = old["end"]
-    assert 0 < swap == new["start"]
+    assert old == {"version": before, "start": 0, "end": swap}
+    assert new == {"version": version, "start": swap, "end": tokens}
+    assert swap > 0
     ids = [token for choice in choices for token in choice["token_ids"]][: swap + 500]
-    reported = [token["logprob"] for choice in choices for token in choice["logprobs"]["content"]]
-    own = [score(weights[name], PROMPT + ids)[len(PROMPT) - 1 :] for name in (before, version)]
-    expected = own[0][:swap] + own[1][swap:]
-    differences = [
-        abs(one - other) for one, other in zip(reported[: len(expected)], expected, strict=True)
-    ]
-    assert max(differences) < 1e-4
+    first = score(weights[before], PROMPT + ids)[len(PROMPT) - 1 :]
+    second = score(weights[version], PROMPT + ids)[len(PROMPT) - 1 :]
+    expected = first[:swap] + second[swap:]
+    assert reported(*choices)[: len(expected)] == pytest.approx(expected, abs=1e-4)
 
 
 def test_an_engine_that_cannot_read_a_checkpoint_samples_from_the_previous_one(
     engine, base, restored, publisher, tmp_path, monkeypatch
 ):
-    publishes, model = publisher("checkpoint"), perturbed(base, seed=1)
+    publishes = publisher("checkpoint")
+    model = perturbed(base, seed=1)
     publishes.publish(model, f"{RUN}.1.0", agreed)
     install = EngineAdmin.install
 
     def truncated(admin, checkpoint, version):
-        if (
-            checkpoint.name == f"policy-{RUN}.2.0"
-        ):  # as on a disk that another machine does not see whole
+        # as on a disk that another machine does not see whole
+        if checkpoint.name == f"policy-{RUN}.2.0":
             weights = checkpoint / "model.safetensors"
             weights.write_bytes(weights.read_bytes()[:5000])
         install(admin, checkpoint, version)
@@ -274,29 +261,25 @@ def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(
     assert_samples_like(base, generate(engine))
 
 
-def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(
+def test_the_newest_adapters_are_served_under_their_own_names_beside_the_base(
     engine, base, restored, publisher, tmp_path
 ):
-    model = with_adapter(base)
-    name = publisher("lora").publish(model, f"{RUN}.1.0", agreed)
-    assert policy(tmp_path) == {"model": name, "version": f"{RUN}.1.0"}
-    assert_samples_like(model, generate(engine, name))
-    assert_samples_like(base, generate(engine))
-    ids = PROMPT[:200]
-    assert max(Engines(engine.url).differences(name, ids, partial(score, model)).values()) < 1e-4
-    assert max(Engines(engine.url).differences(None, ids, partial(score, model)).values()) > 1e-2
-
-
-def test_the_newest_adapters_stay_loaded(engine, base, restored, publisher):
     publishes = publisher("lora", adapters=3)
-    models = {f"{RUN}.{step}.0": with_adapter(base, seed=step) for step in range(5)}
-    names = {
-        version: publishes.publish(model, version, agreed) for version, model in models.items()
-    }
-    kept = [f"{RUN}.{step}.0" for step in (2, 3, 4)]
-    assert adapters(engine) == {names[version] for version in kept}
-    for version in kept:
-        assert_samples_like(models[version], generate(engine, names[version]))
+    models = {}
+    for step in range(5):
+        model = with_adapter(base, seed=step)
+        name = publishes.publish(model, f"{RUN}.{step}.0", agreed)
+        assert policy(tmp_path) == {"model": name, "version": f"{RUN}.{step}.0"}
+        models[name] = model
+    kept = list(models)[2:]
+    assert adapters(engine) == set(kept)
+    for name in kept:
+        assert_samples_like(models[name], generate(engine, model=name))
+    assert_samples_like(base, generate(engine))
+    own = partial(score, model)
+    engines = Engines(engine.url)
+    assert max(engines.differences(name, PROMPT[:200], own).values()) < 1e-4
+    assert max(engines.differences(None, PROMPT[:200], own).values()) > 1e-2
 
 
 def test_an_adapter_that_the_engine_refuses_is_not_the_policy(
@@ -322,11 +305,12 @@ class TestTwoEngines:
         """Return a function that lets a step of the second engine fail, as often as is said."""
 
         def refuses(step, times=1):
-            real, left = getattr(EngineAdmin, step), [times]
+            real = getattr(EngineAdmin, step)
+            left = [*range(times)]
 
             def maybe(admin, *args):
-                if admin.url == second_engine.url and left[0]:
-                    left[0] -= 1
+                if admin.url == second_engine.url and left:
+                    left.pop()
                     raise EngineError(f"{admin.url} refuses")
                 return real(admin, *args)
 
@@ -337,7 +321,8 @@ class TestTwoEngines:
     def test_both_serve_a_published_checkpoint_or_both_the_previous_one(
         self, engine, second_engine, urls, base, publisher, refuses
     ):
-        publishes, model = publisher("checkpoint", *urls), perturbed(base, seed=1)
+        publishes = publisher("checkpoint", *urls)
+        model = perturbed(base, seed=1)
         publishes.publish(model, f"{RUN}.1.0", agreed)
         for each in (engine, second_engine):
             assert_samples_like(model, generate(each))
@@ -359,7 +344,8 @@ class TestTwoEngines:
         ):
             publisher("checkpoint", *urls).publish(perturbed(base), f"{RUN}.1.0", agreed)
         assert [EngineAdmin(url).is_paused() for url in urls] == [False, True]
-        ids, said = fixed_ids(tokenizer), []
+        ids = fixed_ids(tokenizer)
+        said = []
         trainer = Base(engine.model_dir, f"{RUN}.0.1", ids, partial(score, base), 1e-3)
         Engines(urls).verify_base(trainer, said.append)
         assert [second_engine.url in line for line in said] == [True]

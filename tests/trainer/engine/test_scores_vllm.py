@@ -55,18 +55,14 @@ def streams(engine, adapted):
     """Let six streams sample with the adapter, and yield a function that waits for their
     choices."""
     sampling = {"max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    asked = {"model": "policy-1", "sampling_params": sampling, "stream": True}
     begun = threading.Semaphore(0)
 
     def stream(number):
         prompt = [*PROMPT, 5 + number]
-        body = {
-            "model": "policy-1",
-            "token_ids": prompt,
-            "sampling_params": sampling,
-            "stream": True,
-        }
+        body = asked | {"token_ids": prompt}
         choices = []
-        with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=300) as answer:
+        with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=600) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     choices += json.loads(line.removeprefix("data: "))["choices"]
