@@ -320,6 +320,54 @@ def begun(queue, now=0.0):
     return {action.session_id: action.node for action in actions if action.kind == "prepare"}
 
 
+def test_a_judge_holds_no_slot_of_those_that_run():
+    queue = queue_of(Slots(preparing=2, ready=0, running=1, judging=1))
+    queue.submit("g", ["a", "b"])
+    assert names(queue.advance(0), "prepare") == ["a"]
+    queue.prepared("a")
+    assert names(queue.advance(0), "run") == ["a"]
+    queue.ran("a")
+    judge = Action("judge", "g", "a", "a")
+    assert queue.advance(0) == [judge, Action("prepare", "g", "b", "a")]
+
+
+def test_prepared_sessions_wait_in_a_buffer_of_bounded_size():
+    queue = queue_of(Slots(preparing=4, ready=2, running=1, judging=1))
+    queue.submit("g", list("abcde"))
+    assert names(queue.advance(0), "prepare") == ["a", "b", "c"]
+    for session_id in "cba":
+        queue.prepared(session_id)
+    assert names(queue.advance(0), "run") == ["a"]
+    assert queue.counts["ready"] == 2
+
+
+def test_sessions_that_wait_for_a_judge_hold_back_new_ones():
+    queue = queue_of(ONE)
+    queue.submit("g", list("abcd"))
+    for session_id in "abc":
+        queue.advance(0)
+        queue.prepared(session_id)
+        queue.advance(0)
+        queue.ran(session_id)
+    queue.advance(0)  # a is judged, b and c wait
+    queue.prepared("d")
+    assert names(queue.advance(0), "run") == []
+    queue.ended("a", 0)
+    assert names(queue.advance(0), "judge") == ["b"]
+
+
+def test_no_more_are_prepared_while_slow_judges_hold_new_ones_back():
+    queue = queue_of(Slots(preparing=8, ready=4, running=8, judging=1))
+    queue.submit("g", [f"s-{number}" for number in range(200)])
+    for _ in range(60):
+        for action in queue.advance(0):
+            if action.kind == "prepare":
+                queue.prepared(action.session_id)
+            elif action.kind == "run":
+                queue.ran(action.session_id)
+    assert queue.counts["ready"] <= 4 + 8
+
+
 @pytest.mark.parametrize(
     ("group_id", "session_ids"), [("g", ["b"]), ("h", ["a"]), ("h", ["b", "b"])]
 )
