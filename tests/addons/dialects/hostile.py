@@ -9,28 +9,29 @@ from hypothesis import strategies as st
 def values(words, names):
     """Return a strategy for JSON values: often `words` and objects with keys `names`. Texts may
     hold surrogates."""
-    return st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.integers(min_value=10**400, max_value=10**401)
-        | st.floats()
-        | st.text(st.characters(categories=None), max_size=8)
-        | st.sampled_from([*words, "\ud83d", '{"a": "\\ud83d"}', "<|im_end|>", "none", 1]),
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(names), inner, max_size=4)
-        ),
-        max_leaves=6,
+    leaves = st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.integers(min_value=10**400, max_value=10**401),
+        st.floats(),
+        st.text(st.characters(categories=None), max_size=8),
+        st.sampled_from([*words, "\ud83d", '{"a": "\\ud83d"}', "<|im_end|>", "none", 1]),
     )
+
+    def containers(inner):
+        objects = st.dictionaries(st.sampled_from(names), inner, max_size=4)
+        return st.lists(inner, max_size=3) | objects
+
+    return st.recursive(leaves, containers, max_leaves=6)
 
 
 @st.composite
 def mutated(draw, request, anything):
     """Return `request` with other values in up to three places."""
     body = copy.deepcopy(request)
-    for path in draw(
-        st.lists(st.sampled_from([p for p in _places(request) if p]), min_size=1, max_size=3)
-    ):
+    _, *places = _places(request)
+    for path in draw(st.lists(st.sampled_from(places), min_size=1, max_size=3)):
         parent = body
         try:
             for key in path[:-1]:
@@ -43,19 +44,19 @@ def mutated(draw, request, anything):
 
 def bodies(requests, anything):
     """Return a strategy for mutated requests, any JSON and any bytes."""
-    json_values = st.one_of(*(mutated(request, anything) for request in requests), anything)
-    return json_values.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+    json_values = anything
+    for request in requests:
+        json_values |= mutated(request, anything)
+    return json_values.map(json.dumps).map(str.encode) | st.binary(max_size=40)
 
 
 def _places(value, path=()):
     """Yield the path of each value within `value`."""
     yield path
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, inner in items:
-        yield from _places(inner, (*path, key))
+    inner = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    if isinstance(value, list):
+        inner = enumerate(value)
+    for key, each in inner:
+        yield from _places(each, (*path, key))
