@@ -16,16 +16,36 @@ def ca(tmp_path):
     return path
 
 
-def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path):
-    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
+@pytest.fixture
+def proxy(ca, tmp_path):
+    return Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem", secret="hidden")
+
+
+def test_every_program_is_pointed_at_the_proxy_and_its_certificate(proxy, ca, tmp_path):
     env = proxy.environment("s")
-    assert env["HTTPS_PROXY"] == env["https_proxy"] == proxy.url("s")
-    assert env["ALL_PROXY"] == env["all_proxy"] == proxy.url("s")
-    assert env["NODE_USE_ENV_PROXY"] == "1"
+    for name in ("HTTPS_PROXY", "ALL_PROXY"):
+        assert env[name] == env[name.lower()] == proxy.url("s")
     assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
+    assert env["NODE_USE_ENV_PROXY"] == "1"
     assert env["NODE_EXTRA_CA_CERTS"] == str(ca)
-    bundles = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
-    assert {env[name] for name in bundles} == {str(tmp_path / "all.pem")}
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE"):
+        assert env[name] == str(tmp_path / "all.pem")
+
+
+def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(proxy, ca, tmp_path):
+    env = proxy.environment("s", address="127.0.0.1:3128", certificates="/etc/rolltap")
+    assert env["HTTPS_PROXY"] == proxy.url("s", "127.0.0.1:3128")
+    assert env["HTTPS_PROXY"].endswith("@127.0.0.1:3128")
+    authority, bundle = proxy.mounts()
+    assert (authority.target, authority.source) == (env["NODE_EXTRA_CA_CERTS"], ca)
+    assert (bundle.target, bundle.source) == (env["SSL_CERT_FILE"], tmp_path / "all.pem")
+    assert not authority.writable
+    assert not bundle.writable
+
+
+def test_a_recorder_behind_tls_is_reached_by_tls_from_a_box(proxy):
+    env = proxy.environment("s", address="https://h:443")
+    assert env["HTTPS_PROXY"] == f"https://s:{password('hidden', 's')}@h:443"
 
 
 def test_the_credentials_name_any_session_and_the_bundle_holds_the_usual_roots_and_the_recorders_ca(
@@ -33,10 +53,10 @@ def test_the_credentials_name_any_session_and_the_bundle_holds_the_usual_roots_a
 ):
     proxy = Proxy("http://h:1", ca=ca, secret="hidden")
     assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{password('hidden', 's/1 @x')}@h:1"
-    bundle = proxy.bundle
-    assert bundle == ca.with_name("rolltap-ca-bundle.pem")
-    assert "\nours\n" in bundle.read_text()
-    assert bundle.read_text().count("BEGIN CERTIFICATE") > 50
+    assert proxy.bundle == ca.with_name("rolltap-ca-bundle.pem")
+    bundle = proxy.bundle.read_text()
+    assert "\nours\n" in bundle
+    assert bundle.count("BEGIN CERTIFICATE") > 50
 
 
 @pytest.mark.parametrize(
@@ -50,9 +70,7 @@ def test_a_url_that_is_not_a_proxys_is_named(ca, url):
 def test_certificates_that_cannot_be_read_or_written_are_named(ca, tmp_path):
     with pytest.raises(InputError, match=r"there is no CA certificate .*none\.pem"):
         Proxy("http://h:1", ca=tmp_path / "none.pem")
-    with pytest.raises(
-        InputError, match=r"cannot write .*/none/all\.pem: No such file or directory"
-    ):
+    with pytest.raises(InputError, match=r"cannot write .*/none/all\.pem: No such file"):
         Proxy("http://h:1", ca=ca, bundle=tmp_path / "none" / "all.pem")
 
 
@@ -61,51 +79,29 @@ def test_a_session_starts_without_the_callers_keys_and_in_a_box_without_what_is_
 ):
     for name in ("OPENAI_API_KEY", "TMPDIR", "USER"):
         monkeypatch.setenv(name, "x")
-    env, isolated = clean_environment(tmp_path), clean_environment(tmp_path, isolated=True)
+    env = clean_environment(tmp_path)
+    isolated = clean_environment(tmp_path, isolated=True)
     assert env["HOME"] == isolated["HOME"] == str(tmp_path)
-    assert {"PATH", "TMPDIR", "USER"} <= env.keys()
-    assert env.keys() - isolated.keys() >= {"TMPDIR", "USER"}
-    assert "OPENAI_API_KEY" not in env.keys() | isolated.keys()
+    assert env.keys() >= {"PATH", "TMPDIR", "USER"}
+    assert not isolated.keys() & {"TMPDIR", "USER", "OPENAI_API_KEY"}
+    assert "OPENAI_API_KEY" not in env
 
 
 @pytest.mark.parametrize("name", ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy"])
-def test_a_proxy_of_the_user_s_shell_breaks_no_http_client_of_a_program(
-    ca, name, tmp_path, monkeypatch
-):
+def test_a_proxy_of_the_user_s_shell_breaks_no_http_client_of_a_program(proxy, name, monkeypatch):
     monkeypatch.setenv(name, "socks5://127.0.0.1:9")
     with pytest.raises((ImportError, ValueError)):
         httpx.Client(trust_env=True)
-    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
     for variable, value in proxy.environment("s").items():
         if variable.lower().endswith("_proxy"):
             monkeypatch.setenv(variable, value)
     httpx.Client(trust_env=True).close()
 
 
-def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, tmp_path):
-    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
-    env = proxy.environment("s", address="127.0.0.1:3128", certificates="/etc/rolltap")
-    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
-    assert env["HTTPS_PROXY"] == proxy.url("s", "127.0.0.1:3128")
-    assert env["HTTPS_PROXY"].endswith("@127.0.0.1:3128")
-    assert {mount.target: mount.source for mount in proxy.mounts()} == {
-        env["NODE_EXTRA_CA_CERTS"]: ca,
-        env["SSL_CERT_FILE"]: tmp_path / "all.pem",
-    }
-    assert not any(mount.writable for mount in proxy.mounts())
-
-
-def test_a_recorder_behind_tls_is_reached_by_tls_from_a_box(ca):
-    env = Proxy("http://127.0.0.1:1", ca=ca, secret="hidden").environment(
-        "s", address="https://h:443"
-    )
-    assert env["HTTPS_PROXY"] == f"https://s:{password('hidden', 's')}@h:443"
-
-
-def test_no_root_certificates_are_read_to_end_a_session(ca, monkeypatch):
+def test_no_root_certificates_are_read_to_end_a_session(proxy, monkeypatch):
     monkeypatch.delattr("ssl.create_default_context")
     with pytest.raises(RecorderError, match="does not end session s"):
-        Proxy("http://127.0.0.1:1", ca=ca).end_session("s")
+        proxy.end_session("s")
 
 
 def test_a_session_is_ended_though_its_connection_was_closed_to_make_room_for_others(ca):
@@ -121,5 +117,3 @@ def test_a_session_is_ended_though_its_connection_was_closed_to_make_room_for_ot
         answering.start()
         Proxy(f"http://127.0.0.1:{server.getsockname()[1]}", ca=ca).end_session("s")
         answering.join()
-    with pytest.raises(RecorderError, match="does not end session s"):
-        Proxy("http://127.0.0.1:1", ca=ca).end_session("s")

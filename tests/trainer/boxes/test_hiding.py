@@ -26,28 +26,25 @@ LAYERS = [
 
 @pytest.mark.parametrize(("shown", "hidden", "expected"), LAYERS)
 def test_what_is_nearest_above_a_file_says_whether_it_is_seen(shown, hidden, expected):
-    found = layered([Path("/", path) for path in shown], [Path("/", path) for path in hidden])
-    assert found == {Path("/", path): seen for path, seen in expected.items()}
-    assert list(found) == sorted(found)
+    found = layered(map(Path, shown), map(Path, hidden))
+    assert [*found.items()] == sorted((Path(path), seen) for path, seen in expected.items())
 
 
 def test_what_is_needed_and_private_is_refused():
-    with pytest.raises(
-        InputError, match=r"a session needs /a/b, and must not see it, .*install the program"
-    ):
+    message = r"a session needs /a/b, and must not see it, .*install the program"
+    with pytest.raises(InputError, match=message):
         layered([Path("/a"), Path("/a/b")], [Path("/a/b")])
 
 
-def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused_and_one_beside_them_is_not(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("folder", ["/", "", "home", "home/work"])
+def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused(
+    tmp_path, monkeypatch, folder
 ):
-    home = tmp_path / "home"
-    monkeypatch.setenv("HOME", str(home))
-    private = home / "work/session/workspace"
-    for folder in (Path("/"), tmp_path, home, home / "work"):
-        with pytest.raises(InputError, match="contains"):
-            require_narrow(folder, private)
-    require_narrow(home / "venv", private)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    private = tmp_path / "home/work/session/workspace"
+    with pytest.raises(InputError, match="contains"):
+        require_narrow(tmp_path / folder, private)
+    require_narrow(tmp_path / "home/venv", private)
 
 
 @pytest.mark.parametrize(
@@ -86,53 +83,58 @@ def test_what_is_hidden_elsewhere_is_not_looked_at(tmp_path):
     elsewhere = [tmp_path / f"tool{number}" for number in range(1000)]
     runtime = HidingRuntime()
     runtime.hide([*elsewhere, tmp_path / "tool/run"])
-    runtime._hidden = Looked(runtime._hidden)
+    looked = Looked(runtime._hidden)
+    runtime._hidden = looked
     assert runtime.hidden_in([tmp_path / "tool"]) == [tmp_path / "tool/run"]
-    assert runtime._hidden.looked < 20
+    assert looked.looked < 20
 
 
-def test_runs_the_home_and_all_paths_of_tasks_are_private(tmp_path, monkeypatch):
+@pytest.fixture
+def place(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("beside", "other", "start", "tests", "data", "rows"):
         (tmp_path / name).mkdir()
     (tmp_path / "beside" / "run.json").touch()
     (tmp_path / "rows" / "tasks.jsonl").touch()
-    judge = CommandJudge(
-        command=["true"], tests=tmp_path / "tests", mounts={"/data": tmp_path / "data"}
-    )
-    source = f"{tmp_path}/rows/tasks.jsonl, line 3"
-    task = Task(
-        id="t",
-        instruction="i",
-        workspace=tmp_path / "start",
-        judge=judge,
-        image="/usr",
-        source=source,
-    )
-    found = private_paths(tmp_path / "run", [task], [tmp_path / "key"])
-    names = {"run", "beside", "key", "home", "start", "tests", "data", "rows/tasks.jsonl"}
-    assert set(found) == {Path(tempfile.gettempdir()), *(tmp_path / name for name in names)}
-    written = Task(id="t", instruction="i", evaluate=["true"])
-    assert private_paths(tmp_path / "run", [written], [tmp_path / "key"]) == found[:5]
-    built = Task(id="t", instruction="i", evaluate=["true"], build={"folder": tmp_path / "start"})
-    assert private_paths(tmp_path / "run", [built], [tmp_path / "key"]) == [
-        *found[:5],
-        tmp_path / "start",
-    ]
+    return tmp_path
 
 
-def test_files_of_a_preset_are_seen_in_every_box_and_what_is_hidden_beside_them_is_not(tmp_path):
+def private_of(place, **fields):
+    """Return what is private of a run with one task, without the temporary folder."""
+    task = Task(id="t", instruction="i", **fields)
+    found = private_paths(place / "run", [task], [place / "key"])
+    found.remove(Path(tempfile.gettempdir()))
+    return {str(path.relative_to(place)) for path in found}
+
+
+ALWAYS = {"run", "beside", "key", "home"}
+
+
+def test_runs_the_home_and_all_paths_of_tasks_are_private(place):
+    mounts = {"/data": place / "data"}
+    judge = CommandJudge(command=["true"], tests=place / "tests", mounts=mounts)
+    source = f"{place}/rows/tasks.jsonl, line 3"
+    start = place / "start"
+    found = private_of(place, workspace=start, judge=judge, image="/usr", source=source)
+    assert found == ALWAYS | {"start", "tests", "data", "rows/tasks.jsonl"}
+    assert private_of(place, evaluate=["true"]) == ALWAYS
+    built = private_of(place, evaluate=["true"], build={"folder": start})
+    assert built == ALWAYS | {"start"}
+
+
+@pytest.mark.parametrize("made", [ContainerRuntime, SandboxRuntime])
+def test_files_of_a_preset_are_seen_in_every_box_and_what_is_hidden_beside_them_is_not(
+    tmp_path, made
+):
     for name in ("own/agent.py", "own/lib/a.py", "own/lib/secret/key"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    agent, lib = tmp_path / "own/agent.py", tmp_path / "own/lib"
-    for made in (ContainerRuntime(), SandboxRuntime()):
-        made.hide([lib / "secret", tmp_path])
-        made.show("python3", [agent, lib])
-        layers = made.layers()
-        assert {path: layers.get(path) for path in (tmp_path, agent, lib, lib / "secret")} == {
-            tmp_path: None,
-            agent: True,
-            lib: True,
-            lib / "secret": False,
-        }
+    agent = tmp_path / "own/agent.py"
+    lib = tmp_path / "own/lib"
+    runtime = made()
+    runtime.hide([lib / "secret", tmp_path])
+    runtime.show("python3", [agent, lib])
+    layers = runtime.layers()
+    assert layers[agent] is layers[lib] is True
+    assert layers[lib / "secret"] is False
+    assert tmp_path not in layers

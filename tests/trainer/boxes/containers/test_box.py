@@ -14,42 +14,18 @@ from tests.boxes import containers, in_box, make_spec, sh, wait_until_dead
 pytestmark = pytest.mark.usefixtures("podman")
 
 
-async def test_a_box_has_none_of_this_machines_files_and_names(tmp_path):
-    (tmp_path / "secret").write_text("s3cret")
-    script = (
-        f"ls / /home; cat {tmp_path}/secret /etc/passwd; cat /etc/hosts; hostname; ls /proc | grep"
-        " -c '^[0-9]'"
-    )
-    _, output = await in_box(tmp_path, script)
-    assert "s3cret" not in output
-    assert "root:" not in output
-    assert socket.gethostname() not in output.split("\n")
-    assert "127.0.0.1 localhost\n::1 localhost\nlocalhost\n" in output
-    assert int(output.split()[-1]) < 8
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return Mount(tmp_path / "fifo", "/fifo", writable=True)
 
 
-async def test_a_program_has_no_rights_over_the_machine(tmp_path):
-    script = (
-        "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; mount -t tmpfs x /tmp;"
-        " mknod x c 1 3; "
-    )
-    script += (
-        "unshare -U echo escaped; unshare -n echo escaped; python3 -c 'import threading;"
-        " threading.Thread().start()'"
-    )
+async def test_a_container_has_a_name_of_its_own_and_writes_to_a_copy_of_its_root_folder(tmp_path):
+    script = "hostname; echo changed > /etc/file && mkdir /folder && cat /etc/file /etc/hosts"
     ended, output = await in_box(tmp_path, script)
     assert ended == Ended(0)
-    assert "escaped" not in output
-    fields = dict(line.split(":\t") for line in output.splitlines()[:4])
-    assert fields == {"CapBnd": "0" * 16, "CapEff": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
-    assert not list((tmp_path / "workspace").iterdir())
-
-
-async def test_a_container_writes_to_a_copy_of_its_root_folder(tmp_path):
-    ended, _ = await in_box(
-        tmp_path, "echo changed > /etc/file && mkdir /folder && cat /etc/file /etc/hosts"
-    )
-    assert ended == Ended(0)
+    assert socket.gethostname() not in output.split("\n")
+    assert "changed\n127.0.0.1 localhost\n::1 localhost\n" in output
     assert not list((tmp_path / "root" / "etc").iterdir())
     assert not (tmp_path / "root" / "folder").exists()
 
@@ -66,17 +42,15 @@ async def test_what_a_program_leaves_is_killed_by_settle_and_its_files_stay(tmp_
         assert await sh(box, script, tmp_path / "log") == (Ended(0), "1\nkept\nkept\n")
 
 
-async def test_cancelling_stops_the_program_and_removes_the_container(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
+async def test_cancelling_stops_the_program_and_removes_the_container(tmp_path, fifo):
     runtime = ContainerRuntime()
-    mounts = [Mount(tmp_path / "fifo", "/fifo", writable=True)]
 
     async def session():
-        async with runtime.box(make_spec(tmp_path, mounts=mounts)) as box:
+        async with runtime.box(make_spec(tmp_path, mounts=[fifo])) as box:
             await sh(box, "echo started > /fifo; sleep 4244", tmp_path / "log")
 
     task = asyncio.create_task(session())
-    await asyncio.to_thread((tmp_path / "fifo").read_text)
+    await asyncio.to_thread(fifo.source.read_text)
     assert len(containers(runtime)) == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -84,15 +58,13 @@ async def test_cancelling_stops_the_program_and_removes_the_container(tmp_path):
     assert containers(runtime) == []
 
 
-async def test_a_program_whose_box_ends_has_failed_and_the_next_has_a_box(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    mounts = [Mount(tmp_path / "fifo", "/fifo", writable=True)]
-    async with ContainerRuntime().box(make_spec(tmp_path, mounts=mounts)) as box:
+async def test_a_program_whose_box_ends_has_failed_and_the_next_has_a_box(tmp_path, fifo):
+    async with ContainerRuntime().box(make_spec(tmp_path, mounts=[fifo])) as box:
         # not from inside
         await sh(box, "kill -TERM 1; kill -KILL 1; kill -KILL -1", tmp_path / "log")
         assert await sh(box, "echo alive", tmp_path / "log") == (Ended(0), "alive\n")
         running = asyncio.create_task(sh(box, "echo started > /fifo; sleep 4246", tmp_path / "log"))
-        await asyncio.to_thread((tmp_path / "fifo").read_text)
+        await asyncio.to_thread(fifo.source.read_text)
         os.kill(box._pid, signal.SIGKILL)
         ended, _ = await running
         assert ended.stopped is None
@@ -105,7 +77,8 @@ async def test_a_program_whose_box_ends_before_it_begins_in_another_and_fails_if
     tmp_path, monkeypatch, times
 ):
     async with ContainerRuntime().box(make_spec(tmp_path)) as box:
-        execute, ends = box._execute, [box] * times
+        execute = box._execute
+        ends = [box] * times
 
         async def execute_late(*arguments):
             if ends:
@@ -121,19 +94,17 @@ async def test_a_program_whose_box_ends_before_it_begins_in_another_and_fails_if
                 await sh(box, "true", tmp_path / "log")
 
 
-async def test_nothing_of_a_program_is_on_a_command_line_that_all_users_can_read(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    mounts = [Mount(tmp_path / "fifo", "/fifo", writable=True)]
-    async with ContainerRuntime().box(make_spec(tmp_path, mounts=mounts)) as box:
+async def test_nothing_of_a_program_is_on_a_command_line_that_all_users_can_read(tmp_path, fifo):
+    async with ContainerRuntime().box(make_spec(tmp_path, mounts=[fifo])) as box:
         run = asyncio.create_task(
             sh(box, "echo started > /fifo; cat /fifo", tmp_path / "log", TOKEN="t0ken")
         )
-        await asyncio.to_thread((tmp_path / "fifo").read_text)
+        await asyncio.to_thread(fifo.source.read_text)
         lines = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):  # a process of anyone may end meanwhile
                 lines.append(path.read_bytes())
         assert any(b"podman" in line for line in lines)
         assert not any(b"t0ken" in line for line in lines)
-        await asyncio.to_thread((tmp_path / "fifo").write_text, "end")
+        await asyncio.to_thread(fifo.source.write_text, "end")
         assert (await run)[0] == Ended(0)
