@@ -13,164 +13,145 @@ from tests.addons.conftest import harness, rendering  # noqa: F401 - fixtures
 from tests.scripted_engine import Say
 
 SECRET = "sk-canary-0123456789abcdefghijklmnopqrstuvwxyz"
-FUNCTION = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+USER = {"role": "user", "content": "Hi"}
 MCP = {
     "type": "mcp",
     "server_label": "docs",
     "server_url": "https://example.org/mcp",
     "authorization": "Bearer x",
-    "headers": {"x-api-key": "x"},
-    "require_approval": {"always": {"tool_names": ["x"]}},
-    "allowed_tools": ["x"],
 }
-LOCATION = {"user_location": {"city": "x"}}
-SEARCH = {"type": "web_search", "filters": {"allowed_domains": ["x"]}, **LOCATION}
-KEY = {"apiKeyConfig": {"apiKeyString": "x"}}
-FORMAT = {"type": "json_schema", "name": "x", "strict": True}
-USER = {"role": "user", "content": "Hi"}
-
-
-def fields(names):
-    return dict.fromkeys(names.split())
-
-
-REQUESTS = {
-    "/v1/chat/completions": {
-        "messages": [USER],
-        "tools": [{"type": "function", "function": FUNCTION}, MCP, SEARCH],
-        "web_search_options": {"user_location": {"approximate": {"city": "x"}}},
-        "tool_choice": {"type": "function", "function": {"name": "look"}},
-        "response_format": {"type": "text", "json_schema": {"name": "x"}},
-        "stream_options": {"include_usage": True},
-        "metadata": {"promptId": "x"},
-        "logit_bias": {"1": 1},
-        "prediction": {"type": "content", "content": "x"},
-        **fields(
-            "temperature top_p seed n max_tokens reasoning_effort user verbosity service_tier store"
-            " prompt_cache_key safety_identifier functions logprobs modalities stream"
-            " parallel_tool_calls audio function_call unknown"
-        ),
-    },
-    "/v1/responses": {
-        "input": [USER],
-        "tools": [{"type": "function", **FUNCTION}, MCP, SEARCH],
-        "tool_choice": {"type": "mcp", "server_label": "x", "name": "x"},
-        "text": {"format": {**FORMAT, "type": "text"}, "verbosity": "low"},
-        "reasoning": {"effort": "low", "summary": "auto"},
-        "context_management": [{"type": "compaction", "compact_threshold": 1}],
-        "client_metadata": {"session": "x"},
-        "metadata": {"x": "x"},
-        "include": ["reasoning.encrypted_content"],
-        **fields(
-            "temperature top_p max_output_tokens service_tier truncation prompt_cache_key store"
-            " max_tool_calls user conversation prompt background top_logprobs previous_response_id"
-            " stream parallel_tool_calls unknown safety_identifier"
-        ),
-    },
-    "/v1/messages": {
-        "max_tokens": 9,
-        "messages": [USER],
-        "tools": [
-            {"name": "look", "input_schema": {"type": "object"}},
-            {
-                "type": "web_search_20250305",
-                "name": "web_search",
-                "allowed_domains": ["x"],
-                **LOCATION,
-            },
-            {"type": "mcp_toolset", "mcp_server_name": "x", "configs": {"x": {"enabled": True}}},
-        ],
-        "mcp_servers": [
-            {"type": "url", "name": "x", "url": "https://example.org", "authorization_token": "x"}
-        ],
-        "tool_choice": {"type": "tool", "name": "look"},
-        "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
-        "output_config": {"effort": "low", "format": {"type": "text"}},
-        "context_management": {
-            "edits": [{"type": "clear_tool_uses_20250919", "exclude_tools": ["x"]}]
-        },
-        "metadata": {"user_id": "x"},
-        "diagnostics": {"previous_message_id": "x"},
-        **fields(
-            "temperature top_p top_k service_tier speed inference_geo container fallbacks"
-            " fallback_credit_token"
-        ),
-        **fields("user_profile_id stream unknown"),
-    },
-    "/v1beta/models/m:generateContent": {
-        "contents": [{"role": "user", "parts": [{"text": "Hi"}]}],
-        "tools": [
-            {"functionDeclarations": [FUNCTION]},
-            {"googleMaps": {"authConfig": KEY}},
-            {
-                "mcpServers": [
-                    {
-                        "name": "x",
-                        "streamableHttpTransport": {"url": "https://x", "headers": {"k": "x"}},
-                    }
-                ]
-            },
-            {"retrieval": {"externalApi": {"endpoint": "https://x", "apiAuth": KEY}}},
-        ],
-        "toolConfig": {"functionCallingConfig": {"mode": "AUTO", "allowedFunctionNames": ["look"]}},
-        "safetySettings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
-        "labels": {"x": "x"},
-        "generationConfig": {
-            "thinkingConfig": {"includeThoughts": True, "thinkingLevel": "LOW"},
-            "responseModalities": ["TEXT"],
-            "speechConfig": {"languageCode": "x"},
-            "routingConfig": {"manualMode": {"modelName": "x"}},
-            **fields(
-                "temperature topP topK seed maxOutputTokens candidateCount logprobs"
-                " responseLogprobs unknown"
-            ),
-            **fields("responseMimeType mediaResolution"),
-        },
-        **fields("cachedContent serviceTier store unknown"),
-    },
+REQUESTS = json.loads(r"""
+{
+"/v1/chat/completions": {
+  "messages": [{"role": "user", "content": "Hi"}],
+  "tools": [
+    {"type": "function", "function": {"name": "look", "description": "Looks.",
+      "parameters": {"type": "object"}}},
+    {"type": "mcp", "server_label": "docs", "server_url": "https://example.org/mcp",
+      "authorization": "Bearer x", "headers": {"x-api-key": "x"},
+      "require_approval": {"always": {"tool_names": ["x"]}}, "allowed_tools": ["x"]},
+    {"type": "web_search", "filters": {"allowed_domains": ["x"]}, "user_location": {"city": "x"}}
+  ],
+  "web_search_options": {"user_location": {"approximate": {"city": "x"}}},
+  "tool_choice": {"type": "function", "function": {"name": "look"}},
+  "response_format": {"type": "text", "json_schema": {"name": "x"}},
+  "stream_options": {"include_usage": true},
+  "metadata": {"promptId": "x"},
+  "logit_bias": {"1": 1},
+  "prediction": {"type": "content", "content": "x"},
+  "temperature": null, "top_p": null, "seed": null, "n": null, "max_tokens": null,
+  "reasoning_effort": null, "user": null, "verbosity": null, "service_tier": null, "store": null,
+  "prompt_cache_key": null, "safety_identifier": null, "functions": null, "logprobs": null,
+  "modalities": null, "stream": null, "parallel_tool_calls": null, "audio": null,
+  "function_call": null, "unknown": null
+},
+"/v1/responses": {
+  "input": [{"role": "user", "content": "Hi"}],
+  "tools": [
+    {"type": "function", "name": "look", "description": "Looks.",
+      "parameters": {"type": "object"}},
+    {"type": "mcp", "server_label": "docs", "server_url": "https://example.org/mcp",
+      "authorization": "Bearer x", "headers": {"x-api-key": "x"},
+      "require_approval": {"always": {"tool_names": ["x"]}}, "allowed_tools": ["x"]},
+    {"type": "web_search", "filters": {"allowed_domains": ["x"]}, "user_location": {"city": "x"}}
+  ],
+  "tool_choice": {"type": "mcp", "server_label": "x", "name": "x"},
+  "text": {"format": {"type": "text", "name": "x", "strict": true}, "verbosity": "low"},
+  "reasoning": {"effort": "low", "summary": "auto"},
+  "context_management": [{"type": "compaction", "compact_threshold": 1}],
+  "client_metadata": {"session": "x"},
+  "metadata": {"x": "x"},
+  "include": ["reasoning.encrypted_content"],
+  "temperature": null, "top_p": null, "max_output_tokens": null, "service_tier": null,
+  "truncation": null, "prompt_cache_key": null, "store": null, "max_tool_calls": null,
+  "user": null, "conversation": null, "prompt": null, "background": null, "top_logprobs": null,
+  "previous_response_id": null, "stream": null, "parallel_tool_calls": null, "unknown": null,
+  "safety_identifier": null
+},
+"/v1/messages": {
+  "max_tokens": 9,
+  "messages": [{"role": "user", "content": "Hi"}],
+  "tools": [
+    {"name": "look", "input_schema": {"type": "object"}},
+    {"type": "web_search_20250305", "name": "web_search", "allowed_domains": ["x"],
+      "user_location": {"city": "x"}},
+    {"type": "mcp_toolset", "mcp_server_name": "x", "configs": {"x": {"enabled": true}}}
+  ],
+  "mcp_servers": [
+    {"type": "url", "name": "x", "url": "https://example.org", "authorization_token": "x"}
+  ],
+  "tool_choice": {"type": "tool", "name": "look"},
+  "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+  "output_config": {"effort": "low", "format": {"type": "text"}},
+  "context_management": {"edits": [{"type": "clear_tool_uses_20250919", "exclude_tools": ["x"]}]},
+  "metadata": {"user_id": "x"},
+  "diagnostics": {"previous_message_id": "x"},
+  "temperature": null, "top_p": null, "top_k": null, "service_tier": null, "speed": null,
+  "inference_geo": null, "container": null, "fallbacks": null, "fallback_credit_token": null,
+  "user_profile_id": null, "stream": null, "unknown": null
+},
+"/v1beta/models/m:generateContent": {
+  "contents": [{"role": "user", "parts": [{"text": "Hi"}]}],
+  "tools": [
+    {"functionDeclarations": [{"name": "look", "description": "Looks.",
+      "parameters": {"type": "object"}}]},
+    {"googleMaps": {"authConfig": {"apiKeyConfig": {"apiKeyString": "x"}}}},
+    {"mcpServers": [{"name": "x", "streamableHttpTransport": {"url": "https://x",
+      "headers": {"k": "x"}}}]},
+    {"retrieval": {"externalApi": {"endpoint": "https://x",
+      "apiAuth": {"apiKeyConfig": {"apiKeyString": "x"}}}}}
+  ],
+  "toolConfig": {"functionCallingConfig": {"mode": "AUTO", "allowedFunctionNames": ["look"]}},
+  "safetySettings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
+  "labels": {"x": "x"},
+  "generationConfig": {
+    "thinkingConfig": {"includeThoughts": true, "thinkingLevel": "LOW"},
+    "responseModalities": ["TEXT"],
+    "speechConfig": {"languageCode": "x"},
+    "routingConfig": {"manualMode": {"modelName": "x"}},
+    "temperature": null, "topP": null, "topK": null, "seed": null, "maxOutputTokens": null,
+    "candidateCount": null, "logprobs": null, "responseLogprobs": null, "unknown": null,
+    "responseMimeType": null, "mediaResolution": null
+  },
+  "cachedContent": null, "serviceTier": null, "store": null, "unknown": null
 }
-CONTENT = frozenset(
-    {
-        "messages",
-        "input",
-        "contents",
-        "function",
-        "functionDeclarations",
-        "parameters",
-        "input_schema",
-    }
-)
+}
+""")
+"""Path -> a request that uses all that its API has; null for what any value is as good."""
+CONTENT = [
+    "messages",
+    "input",
+    "contents",
+    "function",
+    "functionDeclarations",
+    "parameters",
+    "input_schema",
+]
 """Fields that are recorded because they are the conversation or the tools. (`model`, `stop` and
 schemas are too.)"""
-HEADERS = [
-    "x-codex-turn-metadata",
-    "x-codex-parent-thread-id",
-    "x-claude-code-request-class",
-    "x-claude-code-agent-id",
-    "x-openai-subagent",
-    "x-parent-session-id",
-    "x-stainless-retry-count",
-    "x-unknown",
-]
+HEADERS = """x-codex-turn-metadata
+x-codex-parent-thread-id
+x-claude-code-request-class
+x-claude-code-agent-id
+x-openai-subagent
+x-parent-session-id
+x-stainless-retry-count
+x-unknown""".splitlines()
 
 
 def places(value, path=()):
     """Yield the path of each value that is no part of the conversation."""
     if path:
         yield path
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    items = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
     for key, inner in items:
-        is_tool = (
-            path[:1] == ("tools",)
-            and isinstance(value, dict)
-            and (key == "name" or value.get("name") == "look")
-        )
+        is_tool = False
+        if path[:1] == ("tools",) and isinstance(value, dict):
+            is_tool = key == "name" or value.get("name") == "look"
         if key not in CONTENT and not is_tool:
             yield from places(inner, (*path, key))
 

@@ -3,7 +3,6 @@ a page's cookie."""
 
 import asyncio
 import contextlib
-import json
 import os
 import resource
 import threading
@@ -36,9 +35,8 @@ MOST = 10
 async def groups(tmp_path):
     recorder = SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9")
     worker = SimpleNamespace(recorder=recorder, runtime=SandboxRuntime(), harness=None)
-    groups = Groups(
-        worker, [Task(id="words", instruction="go", evaluate=["true"])], most=10_000, share=0.5
-    )
+    task = Task(id="words", instruction="go", evaluate=["true"])
+    groups = Groups(worker, [task], most=10_000, share=0.5)
     await groups.load()
     yield groups
     groups.journal.close()
@@ -73,78 +71,79 @@ async def client(address):
         yield client
 
 
-def own(**fields):
-    return {"task": {"id": "own", "instruction": "go", "evaluate": ["true"], **fields}}
-
-
-def limits(**fields):
-    return own(limits=fields)
-
-
-SHELL = {"kind": "command", "command": ["true"]}
-HEAVY = {"kind": "several", "judges": [{"name": "a", "weight": float("inf"), "judge": SHELL}]}
-DEEP = json.loads('{"x":' * 200 + "0" + "}" * 200)
-CANNOT_RUN = {
-    "memory that no machine has": limits(memory_gib=1e308),
-    "a disk without end": limits(disk_gib=float("inf")),
-    "processors that are no number": limits(cpus=float("nan")),
-    "a weight without end": own(evaluate=[], judge=HEAVY),
-    "a time limit without end": own(timeout=float("inf")),
-    "an integer of many bytes": limits(processes=1 << 400),
-    "ids that make no file name": {"task": "words", "id": "a" * 200, "sessions": ["b" * 199]},
-    "a NUL in the instruction": own(instruction="go\0"),
-    "a NUL in the judge's command": own(evaluate=["true", "\0"]),
-    "a NUL in a variable": own(env={"A": "\0"}),
-    "a variable's name with an equals sign": own(env={"A=B": "c"}),
-    "a variable's name that is an option": own(env={"--env": "c"}),
-    "an argument of 200,000 characters": own(evaluate=["true", "x" * 200_000]),
-    "an instruction of 200,000 characters": own(instruction="x" * 200_000),
-    "variables of 2 MB": own(env={f"A{n}": "x" * 100_000 for n in range(20)}),
-    "a session that is named like a retry": {"task": "words", "sessions": ["0~1"]},
-    "a session whose name has a dash": {"task": "words", "id": "p", "sessions": ["0-0"]},
-    "half of a surrogate pair": own(instruction="\ud800"),
-    "half of a surrogate pair in the id of a task": {"task": "\ud800"},
-    "half of a surrogate pair in an unknown key": {"task": "words", "\ud800": 1},
-    "half of a surrogate pair in a source": own(source="\udfff"),
-    "a task of 200 levels": own(judge=DEEP),
-    "a sampling that is no number": {"task": "words", "sampling": {"temperature": float("nan")}},
+SHELL = '{"kind": "command", "command": ["true"]}'
+HEAVY = f'{{"kind": "several", "judges": [{{"name": "a", "weight": Infinity, "judge": {SHELL}}}]}}'
+NESTED = '{"x":' * 200 + "0" + "}" * 200
+CANNOT_RUN = r"""
+memory that no machine has: {"limits": {"memory_gib": 1e308}}
+a disk without end: {"limits": {"disk_gib": Infinity}}
+processors that are no number: {"limits": {"cpus": NaN}}
+a weight without end: {"evaluate": [], "judge": <heavy>}
+a time limit without end: {"timeout": Infinity}
+an integer of many bytes: {"limits": {"processes": <many bytes>}}
+ids that make no file name: {"task": "words", "id": "<200>", "sessions": ["<200>"]}
+a NUL in the instruction: {"instruction": "go\u0000"}
+a NUL in the judge's command: {"evaluate": ["true", "\u0000"]}
+a NUL in a variable: {"env": {"A": "\u0000"}}
+a variable's name with an equals sign: {"env": {"A=B": "c"}}
+a variable's name that is an option: {"env": {"--env": "c"}}
+an argument of 200,000 characters: {"evaluate": ["true", "<200,000>"]}
+an instruction of 200,000 characters: {"instruction": "<200,000>"}
+variables of 2 MB: {"env": {<variables>}}
+a session that is named like a retry: {"task": "words", "sessions": ["0~1"]}
+a session whose name has a dash: {"task": "words", "id": "p", "sessions": ["0-0"]}
+half of a surrogate pair: {"instruction": "\ud800"}
+half of a surrogate pair in the id of a task: {"task": "\ud800"}
+half of a surrogate pair in an unknown key: {"task": "words", "\ud800": 1}
+half of a surrogate pair in a source: {"source": "\udfff"}
+a task of 200 levels: {"judge": <nested>}
+a sampling that is no number: {"task": "words", "sampling": {"temperature": NaN}}
+""".strip().splitlines()
+"""Bodies, and fields of a task of one's own."""
+LARGE = {
+    "heavy": HEAVY,
+    "many bytes": str(1 << 400),
+    "200": "a" * 199,
+    "200,000": "x" * 200_000,
+    "variables": ",".join(f'"A{n}": "{"x" * 100_000}"' for n in range(20)),
+    "nested": NESTED,
 }
+JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("case", CANNOT_RUN)
 async def test_what_can_never_run_is_refused_and_nothing_is_accepted(client, groups, case):
-    body = json.dumps(CANNOT_RUN[case])
-    answer = await client.post(
-        "/groups", content=body, headers={"content-type": "application/json"}
-    )
-    assert (answer.status_code, bool(answer.json()["error"])) == (422, True)
+    body = case.partition(": ")[2]
+    for name, text in LARGE.items():
+        body = body.replace(f"<{name}>", text)
+    if not body.startswith('{"task"'):
+        body = f'{{"task": {{"id": "own", "instruction": "go", "evaluate": ["true"], {body[1:]}}}'
+    answer = await client.post("/groups", content=body, headers=JSON)
+    assert answer.status_code == 422
+    assert answer.json()["error"]
     assert len(groups.journal) == 0
 
 
-async def test_what_is_no_utf8_or_nested_without_end_is_refused(client):
-    for body in (
+@pytest.mark.parametrize(
+    "body",
+    [
         b'{"task": "\xff"}',
         b'{"task": ' + b"[" * 1_000_000,
         b'{"sessions": ' + b"9" * 10_000 + b"}",
-    ):
-        answer = await client.post(
-            "/groups", content=body, headers={"content-type": "application/json"}
-        )
-        assert (answer.status_code in (400, 422), bool(answer.json()["error"])) == (True, True)
+    ],
+    ids=["no UTF-8", "nested", "a long number"],
+)
+async def test_what_is_no_utf8_or_nested_without_end_is_refused(client, body):
+    answer = await client.post("/groups", content=body, headers=JSON)
+    assert answer.status_code in (400, 422)
+    assert answer.json()["error"]
 
 
 async def test_no_two_groups_have_a_session_of_the_same_id(client):
     ids = []
-    for name, sessions in (
-        ("p", ["0"]),
-        ("p-0", ["0"]),
-        ("p-0-0", ["0"]),
-        ("p", ["0-0"]),
-        ("p-0", ["0-0"]),
-    ):
-        answer = await client.post(
-            "/groups", json={"task": "words", "id": name, "sessions": sessions}
-        )
+    for name, session in (("p", "0"), ("p-0", "0"), ("p-0-0", "0"), ("p", "0-0"), ("p-0", "0-0")):
+        body = {"task": "words", "id": name, "sessions": [session]}
+        answer = await client.post("/groups", json=body)
         ids += answer.json().get("session_ids", [])
     assert len(ids) == len({*ids}) == 3
 
@@ -153,7 +152,8 @@ class Raw:
     """A connection without a library, that sends what no library does."""
 
     def __init__(self, reader, writer):
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
 
     async def send(self, data):
         with contextlib.suppress(ConnectionError):
@@ -206,10 +206,8 @@ async def test_a_body_that_never_ends_is_given_up(connect, monkeypatch):
     raw = await connect()
     await raw.send(POST + b"authorization: Bearer " + TOKEN.encode() + b"\r\n\r\n{")
     answer = await raw.rest()
-    assert (answer.startswith(b"HTTP/1.1 408 "), b"was not complete after 0.2 s" in answer) == (
-        True,
-        True,
-    )
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"was not complete after 0.2 s" in answer
 
 
 @pytest.mark.parametrize(
@@ -263,38 +261,46 @@ async def test_many_who_ask_for_the_health_ask_the_engines_once(groups, client, 
         waiting[task] += 1
         return shield(task)
 
+    def all_wait():
+        return 5 in waiting.values()
+
     groups.recorded.health = ask_the_engines
     monkeypatch.setattr(asyncio, "shield", wait_for)
     asking = [asyncio.create_task(client.get("/health")) for _ in range(5)]
-    await until(lambda: 5 in waiting.values())
+    await until(all_wait)
     answer.set()
     assert {each.status_code for each in await asyncio.gather(*asking)} == {503}
     assert len(asked) == 1
 
 
-async def test_without_descriptors_it_says_so_and_blames_no_engine(groups, monkeypatch):
-    monkeypatch.setattr(
-        resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")), 1 << 20)
-    )
+@pytest.fixture
+def may_open(monkeypatch):
+    """Return a function that sets how many files this process may open, and at most."""
+
+    def may_open(soft, hard):
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+
+    return may_open
+
+
+async def test_without_descriptors_it_says_so_and_blames_no_engine(groups, may_open):
+    may_open(len(os.listdir("/proc/self/fd")), 1 << 20)
     health = groups.recorded.health()
     assert health.problems[0].startswith("too many open files: ")
     assert not any("does not answer" in problem for problem in health.problems + health.warnings)
 
 
-def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):
+def test_the_limit_of_descriptors_is_raised_and_shared(may_open, monkeypatch):
     given = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
+    may_open(64, 4096)
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
-    assert (raise_limit(), given) == (4096, [(4096, 4096)])
-    assert share_limit(1 << 20, 8) == 16_384
-    assert share_limit(512, 8) == 112
-    assert share_limit(256, 8) == 8
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(
-        InputError, match="too few files may be open: 64, and a recorder needs 256: raise the limit"
-    ):
+    assert raise_limit() == 4096
+    assert given == [(4096, 4096)]
+    assert [share_limit(files, 8) for files in (1 << 20, 512, 256)] == [16_384, 112, 8]
+    may_open(64, 64)
+    with pytest.raises(InputError, match="too few files may be open: 64, and a recorder needs 256"):
         raise_limit()
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    may_open(4096, 4096)
     assert too_many_files() is None
 
 
@@ -307,9 +313,8 @@ async def test_the_cookie_of_the_page_reads_and_runs_nothing(client):
         assert (await browser.get("/view/")).status_code == 200
         for token in (cookie, cookie[:-1]):
             bearer = {"authorization": f"Bearer {token}"}
-            assert (
-                await browser.post("/groups", json={"task": "words"}, headers=bearer)
-            ).status_code == 401
+            posted = await browser.post("/groups", json={"task": "words"}, headers=bearer)
+            assert posted.status_code == 401
             assert (await browser.get("/policy", headers=bearer)).status_code == 401
         assert (await browser.get(f"/view/?token={cookie}")).status_code == 303
 
