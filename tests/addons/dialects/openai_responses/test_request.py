@@ -15,6 +15,7 @@ from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.openai_responses.reply import REPEATED
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
+from tests.addons.harness import user
 
 LOOK = {
     "type": "function",
@@ -105,13 +106,30 @@ REQUEST = {
 
 
 def decode(**changes):
-    return routes.RESPONSES.decode(
-        parse_object(json.dumps({**REQUEST, **changes}).encode()), "/v1/responses"
-    )
+    body = json.dumps({**REQUEST, **changes}).encode()
+    return routes.RESPONSES.decode(parse_object(body), "/v1/responses")
 
 
 def decode_items(*items, **changes):
     return decode(instructions=None, input=list(items), **changes).messages
+
+
+def item(kind, **fields):
+    """Return the changes of a request that has one item."""
+    return {"input": [{"type": kind, **fields}]}
+
+
+def said(content, role="user"):
+    return {"input": [{"role": role, "content": content}]}
+
+
+def call(call_id, name, **fields):
+    called = {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}"}
+    return {**called, **fields}
+
+
+def names_of(tools):
+    return [tool["function"]["name"] for tool in tools]
 
 
 class TestDecode:
@@ -162,17 +180,16 @@ class TestDecode:
         )
 
     def test_a_users_message_ends_the_assistants_turn(self):
-        said = {"role": "assistant", "content": "a"}
-        messages = decode_items(said, {"role": "user", "content": "b"}, said)
-        assert [m["role"] for m in messages] == ["assistant", "user", "assistant"]
+        turn = {"role": "assistant", "content": "a"}
+        messages = decode_items(turn, user("b"), turn)
+        assert [message["role"] for message in messages] == ["assistant", "user", "assistant"]
 
     def test_several_texts_of_one_turn_are_paragraphs(self):
-        summary = [{"type": "summary_text", "text": "x"}, {"type": "summary_text", "text": "y"}]
-        said = {"role": "assistant", "content": "a"}
-        (message,) = decode_items(
-            {"type": "reasoning", "summary": summary}, said, {"type": "reasoning"}, said
-        )
-        assert message == {"role": "assistant", "content": "a\n\na", "reasoning_content": "x\n\ny"}
+        summary = [{"type": "summary_text", "text": text} for text in "xy"]
+        turn = {"role": "assistant", "content": "a"}
+        reasoning = {"type": "reasoning", "summary": summary}
+        (message,) = decode_items(reasoning, turn, {"type": "reasoning"}, turn)
+        assert message == {**turn, "content": "a\n\na", "reasoning_content": "x\n\ny"}
 
     @pytest.mark.parametrize("theirs", ["gAAAAABo", "eHg=", "", None, 5, sign("c7")[:-3]])
     def test_opaque_content_that_was_not_issued_here_names_no_call(self, theirs):
@@ -180,74 +197,41 @@ class TestDecode:
         assert message == {"role": "assistant", "content": ""}
 
     def test_tools_may_stand_among_the_items(self):
-        more = {
-            "type": "additional_tools",
-            "role": "developer",
-            "tools": [AGENTS, {**LOOK, "name": "wait"}],
-        }
-        call = decode(
-            instructions=None, input=[more, {"role": "user", "content": "Hi"}], tools=[LOOK]
-        )
-        assert [t["function"]["name"] for t in call.tools] == [
-            "look",
-            "agents__spawn",
-            "agents__exec",
-            "wait",
-        ]
-        assert call.messages == [{"role": "user", "content": "Hi"}]
+        tools = [AGENTS, {**LOOK, "name": "wait"}]
+        more = {"type": "additional_tools", "role": "developer", "tools": tools}
+        call = decode(instructions=None, input=[more, user("Hi")], tools=[LOOK])
+        assert names_of(call.tools) == ["look", "agents__spawn", "agents__exec", "wait"]
+        assert call.messages == [user("Hi")]
 
     def test_a_tool_replaces_an_earlier_one_with_the_same_name_in_its_place(self):
         call = decode(tools=[{**PATCH, "name": "look"}, LOOK])
         assert call.tools == [function_tool("look", "Looks.", {"type": "object"})]
-        again = decode(
-            tools=[LOOK, {**LOOK, "name": "wait"}, {**LOOK, "description": "Looks again."}]
-        )
-        assert [tool["function"]["description"] for tool in again.tools] == [
-            "Looks again.",
-            "Looks.",
-        ]
         assert call.wire_tools == {}
+        wait = {**LOOK, "name": "wait"}
+        again = decode(tools=[LOOK, wait, {**LOOK, "description": "Looks again."}])
+        texts = [tool["function"]["description"] for tool in again.tools]
+        assert texts == ["Looks again.", "Looks."]
 
     def test_a_call_of_a_tool_in_a_namespace_has_its_name_here(self):
-        call = {
-            "type": "function_call",
-            "call_id": "t1",
-            "name": "spawn",
-            "namespace": "agents",
-            "arguments": "{}",
-        }
-        (message,) = decode_items(call, tools=[])
+        (message,) = decode_items(call("t1", "spawn", namespace="agents"), tools=[])
         assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
-    @pytest.mark.parametrize("plain_first", [True, False])
-    def test_no_two_tools_are_shown_under_one_name(self, plain_first):
-        tools = [{**LOOK, "name": "agents__spawn"}, AGENTS]
-        call = decode(
-            tools=tools if plain_first else tools[::-1],
-            input=[
-                {
-                    "type": "function_call",
-                    "call_id": "t1",
-                    "name": "agents__spawn",
-                    "arguments": "{}",
-                },
-                {
-                    "type": "function_call",
-                    "call_id": "t2",
-                    "name": "spawn",
-                    "namespace": "agents",
-                    "arguments": "{}",
-                },
-                {"type": "function_call_output", "call_id": "t2", "output": "Done."},
-            ],
+    @pytest.mark.parametrize("order", [1, -1], ids=["plain first", "plain last"])
+    def test_no_two_tools_are_shown_under_one_name(self, order):
+        plain = call("t1", "agents__spawn")
+        inner = call("t2", "spawn", namespace="agents")
+        output = {"type": "function_call_output", "call_id": "t2", "output": "Done."}
+        decoded = decode(
+            tools=[{**LOOK, "name": "agents__spawn"}, AGENTS][::order],
+            input=[plain, inner, output],
         )
+        *_, model, result = decoded.messages
         names = ["agents__spawn", "agents__spawn_1"]
-        assert {*names} < {tool["function"]["name"] for tool in call.tools}
-        *_, model, result = call.messages
-        assert [made["function"]["name"] for made in model["tool_calls"]] == names
+        assert {*names} < {*names_of(decoded.tools)}
+        assert names_of(model["tool_calls"]) == names
         assert result["name"] == "agents__spawn_1"
-        assert "agents__spawn" not in call.wire_tools
-        assert call.wire_tools["agents__spawn_1"] == WireTool("spawn", namespace="agents")
+        assert "agents__spawn" not in decoded.wire_tools
+        assert decoded.wire_tools["agents__spawn_1"] == WireTool("spawn", namespace="agents")
 
 
 SUMMARY = base64.b64encode(b"rolltap-summary:They greeted.").decode()
@@ -263,27 +247,18 @@ REFUSED = [
     ({"input": ["Hi"]}, "'input[0]'"),
     ({"input": [{"type": ["message"]}]}, "'input[0].type'"),
     ({"input": [{"role": "user", "content": "x"}, {"role": "robot"}]}, "'input[1].role'"),
-    ({"input": [{"role": "user", "content": 5}]}, "'input[0].content'"),
-    ({"input": [{"role": "user", "content": ["x"]}]}, "'input[0].content[0]'"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
-        "'input[0].content[0].text'",
-    ),
-    ({"input": [{"type": "reasoning", "summary": "x"}]}, "'input[0].summary'"),
-    ({"input": [{"type": "function_call", "call_id": "t", "arguments": "{}"}]}, "'input[0].name'"),
-    ({"input": [{"type": "function_call", "call_id": "t", "name": "x"}]}, "'input[0].arguments'"),
-    ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "'input[0].call_id'"),
-    ({"input": [{"type": "custom_tool_call", "call_id": "t", "name": "x"}]}, "'input[0].input'"),
-    ({"input": [{"type": "function_call_output", "output": "x"}]}, "'input[0].call_id'"),
-    (
-        {"input": [{"type": "function_call_output", "call_id": "t", "output": {}}]},
-        "'input[0].output'",
-    ),
-    (
-        {"input": [{"type": "web_search_call", "id": "ws_1"}]},
-        "'input[0]' has type 'web_search_call'",
-    ),
-    ({"input": [{"type": "additional_tools", "tools": "x"}]}, "'input[0].tools'"),
+    (said(5), "'input[0].content'"),
+    (said(["x"]), "'input[0].content[0]'"),
+    (said([{"type": "input_text"}]), "'input[0].content[0].text'"),
+    (item("reasoning", summary="x"), "'input[0].summary'"),
+    (item("function_call", call_id="t", arguments="{}"), "'input[0].name'"),
+    (item("function_call", call_id="t", name="x"), "'input[0].arguments'"),
+    (item("function_call", name="x", arguments="{}"), "'input[0].call_id'"),
+    (item("custom_tool_call", call_id="t", name="x"), "'input[0].input'"),
+    (item("function_call_output", output="x"), "'input[0].call_id'"),
+    (item("function_call_output", call_id="t", output={}), "'input[0].output'"),
+    (item("web_search_call", id="ws_1"), "'input[0]' has type 'web_search_call'"),
+    (item("additional_tools", tools="x"), "'input[0].tools'"),
     ({"instructions": 5}, "'instructions'"),
     ({"tools": "x"}, "'tools'"),
     ({"tools": [LOOK, "x"]}, "'tools[1]'"),
@@ -295,16 +270,9 @@ REFUSED = [
     ({"max_output_tokens": 0}, "'max_output_tokens'"),
     ({"background": True}, "'background'"),
     ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
+    (said([TEXT, {"type": "x"}]), "'input[0].content[1]' has type 'x'; this model"),
     (
-        {"input": [{"role": "user", "content": [TEXT, {"type": "x"}]}]},
-        "'input[0].content[1]' has type 'x'; this model",
-    ),
-    (
-        {
-            "input": [
-                {"type": "function_call_output", "call_id": "t", "output": [TEXT, {"type": "x"}]}
-            ]
-        },
+        item("function_call_output", call_id="t", output=[TEXT, {"type": "x"}]),
         "'input[0].output[1]' has type 'x'; this model takes text only",
     ),
     ({"top_logprobs": 1}, "Unsupported parameter: 'top_logprobs'"),
@@ -312,7 +280,7 @@ REFUSED = [
 ]
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = [
-    ({"instructions": None, "input": "Hi"}, "messages", [{"role": "user", "content": "Hi"}]),
+    ({"instructions": None, "input": "Hi"}, "messages", [user("Hi")]),
     (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": 1}}}},
         "schema",
@@ -323,28 +291,11 @@ MEANS = [
     ({"text": {"format": None}}, "schema", None),
 ]
 """Changes of the request, and a field of the decoded call with its value."""
-NAMES = [
-    "type",
-    "role",
-    "content",
-    "summary",
-    "text",
-    "call_id",
-    "name",
-    "namespace",
-    "tools",
-    "arguments",
-    "output",
-]
-KINDS = [
-    "message",
-    "reasoning",
-    "function_call",
-    "custom_tool_call",
-    "compaction",
-    "compaction_trigger",
-    "namespace",
-]
+NAMES = "type role content summary text call_id name namespace tools arguments output"
+KINDS = """
+message reasoning function_call custom_tool_call compaction compaction_trigger namespace user
+assistant
+"""
 MUTABLE = {
     **REQUEST,
     "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
@@ -354,4 +305,4 @@ MUTABLE = {
         {"type": "compaction_trigger"},
     ],
 }
-bodies = hostile.bodies([MUTABLE], hostile.values([*KINDS, "user", "assistant", sign("c1")], NAMES))
+bodies = hostile.bodies([MUTABLE], hostile.values([*KINDS.split(), sign("c1")], NAMES.split()))

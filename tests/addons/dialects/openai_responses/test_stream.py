@@ -16,37 +16,31 @@ completed
 
 
 def test_an_item_is_complete_before_the_next_begins():
-    reply = Reply(
-        "Hi", "Hm", [ToolCall("t1", "look", "{}"), ToolCall("t2", "patch", '{"input": "x"}')]
-    )
-    events = events_of(streamed(RESPONSES, RESPONSES.context(), reply))
+    calls = [ToolCall("t1", "look", "{}"), ToolCall("t2", "patch", '{"input": "x"}')]
+    events = events_of(streamed(RESPONSES, RESPONSES.context(), Reply("Hi", "Hm", calls)))
     assert [event["type"].removeprefix("response.") for event in events] == ITEMS.split()
 
 
 def test_reasoning_that_comes_after_content_is_not_sent_and_keeps_the_stream_alive():
     encoder = routes.RESPONSES.stream_encoder(RESPONSES.context())
     encoder.delta("Hm.", "Hi")
-    assert [event["type"] for event in events_of(encoder.delta("\n", ""))] == [
-        "response.in_progress"
-    ]
+    (alive,) = events_of(encoder.delta("\n", ""))
+    assert alive["type"] == "response.in_progress"
     *_, last = events_of(encoder.finish(Reply("Hi", "Hm.\n"), USAGE))
     assert last["response"]["output"][0]["summary"][0]["text"] == "Hm."
 
 
 def test_a_reply_whose_reasoning_comes_only_after_content_is_a_message():
     encoder = routes.RESPONSES.stream_encoder(RESPONSES.context())
-    sent = (
-        encoder.delta("", "Hi")
-        + encoder.delta("Hm.", "")
-        + encoder.finish(Reply("Hi", "Hm."), USAGE)
-    )
-    assert [item["type"] for item in RESPONSES.assembled(sent)["output"]] == ["message"]
+    sent = encoder.delta("", "Hi") + encoder.delta("Hm.", "")
+    sent += encoder.finish(Reply("Hi", "Hm."), USAGE)
+    (item,) = RESPONSES.assembled(sent)["output"]
+    assert item["type"] == "message"
 
 
 def test_a_truncated_reply_is_incomplete():
-    *_, last = events_of(
-        streamed(RESPONSES, RESPONSES.context(), Reply("Hal", finish_reason="length"))
-    )
+    cut = Reply("Hal", finish_reason="length")
+    *_, last = events_of(streamed(RESPONSES, RESPONSES.context(), cut))
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
