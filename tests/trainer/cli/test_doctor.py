@@ -12,8 +12,10 @@ AGENT = Path(__file__).parents[1] / "doctor" / "agent.py"
 
 def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
     ended = run_rolltap("doctor", "--tool", "shell", "--json", "--", sys.executable, AGENT)
+    assert ended.returncode == 0
     told = json.loads(ended.stdout)
-    assert (ended.returncode, told["ok"], told["findings"]) == (0, True, [])
+    assert told["ok"] is True
+    assert told["findings"] == []
     assert [call["kind"] for call in told["calls"]] == ["root", "bridged", "bridged"]
     assert ended.stderr.startswith(f"running {sys.executable}, at most 120 s")
 
@@ -23,32 +25,28 @@ def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
     cases(
         [
             (
-                [sys.executable, "-c", "print('no key')"],
+                ["-c", "print('no key')"],
                 1,
                 ["problem: No model call came.", "HTTPS_PROXY", "no key"],
             ),
-            ([sys.executable, AGENT, "raises"], 1, ["problem: The call of shell was not answered"]),
+            ([AGENT, "raises"], 1, ["problem: The call of shell was not answered"]),
             (
-                [sys.executable, AGENT, "toolless"],
+                [AGENT, "toolless"],
                 3,
                 [
-                    f"{sys.executable}: 1 call captured; no call continued another, so"
-                    " continuity was not tried.\n",
-                    (
-                        f"next: rolltap record --model MODEL --out runs/first -- {sys.executable}"
-                        f" {AGENT} toolless\n"
-                    ),
+                    "1 call captured; no call continued another, so continuity was not tried.\n",
+                    "next: rolltap record --model MODEL --out runs/first -- ",
                 ],
             ),
-            (["no-such-program"], 1, ["'no-such-program' is not on the PATH"]),
         ],
-        *(0, 2, 3),
+        *(0, 2),
     ),
 )
 def test_doctor_says_what_a_program_lacks(command, status, words):
-    ended = run_rolltap("doctor", "--", *command)
+    ended = run_rolltap("doctor", "--", sys.executable, *command)
     assert ended.returncode == status
-    assert [each for each in words if each not in ended.stdout + ended.stderr] == []
+    for said in words:
+        assert said in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -66,13 +64,11 @@ def test_the_next_command_of_a_preset_starts_its_program_as_the_doctor_did(tmp_p
 
 def test_doctor_tells_what_a_model_gives(tokenizer_folder):
     ended = run_rolltap("doctor", "--model", tokenizer_folder, "--json")
+    assert ended.returncode == 0
     told = json.loads(ended.stdout)
-    assert (ended.returncode, told["ok"], told["renderer"], told["tool_parser"]) == (
-        0,
-        True,
-        "qwen3",
-        "hermes",
-    )
+    assert told["ok"] is True
+    assert told["renderer"] == "qwen3"
+    assert told["tool_parser"] == "hermes"
     assert told["stop_tokens"].keys() == {"<|im_end|>", "<|endoftext|>"}
     assert set(told["turns"].values()) == {True}
     named = run_rolltap(

@@ -35,12 +35,12 @@ def record(options, tmp_path):
     """Return a function that records a program in a folder of its own. It returns the end of
     `rolltap` and the session."""
 
-    def record(*arguments, program=ASK, name="run"):
+    def record(*arguments, program=ASK, name="run", env=None):
         folder = tmp_path / f"in-{name}"
         folder.mkdir()
         options[1] = tmp_path / name
         line = ["record", *options, *arguments, "--", sys.executable, "-c", program]
-        ended = run_rolltap(*line, cwd=folder)
+        ended = run_rolltap(*line, cwd=folder, env=env)
         (session,) = load_sessions(tmp_path / name).values()
         return ended, session
 
@@ -175,11 +175,11 @@ class TestStart:
         assert session.preset_digest == Harness.load(str(preset)).digest()
 
     def test_it_says_where_it_listens_what_is_served_and_which_variables_it_replaces(
-        self, options, scripted_engine, monkeypatch
+        self, options, scripted_engine
     ):
-        monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
         scripted_engine.weight_version = "1a2b3c4d.3.0"
-        ended = run_rolltap("record", *options, "--", "true")
+        env = {**os.environ, "ALL_PROXY": "socks5://127.0.0.1:9"}
+        ended = run_rolltap("record", *options, "--", "true", env=env)
         served, warning, listens, replaced, *_ = ended.stderr.splitlines()
         engine = f"the engine at {scripted_engine.url} serves {scripted_engine.root}"
         assert served.startswith(f"{engine}: the weights 1a2b3c4d.3.0 (step 3 of")
@@ -333,10 +333,10 @@ class TestEvaluate:
         ids=["no verdict", "not judged", "budget"],
     )
     def test_the_status_of_a_recorded_session_says_why_it_has_which_reward(
-        self, record, tmp_path, monkeypatch, line, program, status, reward, error
+        self, record, tmp_path, line, program, status, reward, error
     ):
-        monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:9/v1")
-        ended, session = record(*line.split(";"), program=program)
+        env = {**os.environ, "OPENAI_BASE_URL": "http://localhost:9/v1"}
+        ended, session = record(*line.split(";"), program=program, env=env)
         asked_past = "asked past the recorder, and there is 'http://localhost:9/v1' in OPENAI_BASE_"
         assert (asked_past in ended.stderr) == (status == "infrastructure")
         assert session.status == status

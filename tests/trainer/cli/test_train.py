@@ -102,21 +102,31 @@ class TestStart:
     def training(self, tmp_path):
         return Training(tmp_path)
 
-    def test_an_engine_of_another_training_is_taken_only_if_asked_for(self, training, monkeypatch):
+    @pytest.fixture
+    def run_here(self, training, monkeypatch):
+        """Return a function that trains in this process, with these options."""
+
+        def run_here(*more, out="run"):
+            return training.here(monkeypatch, out, more=more or ENGINES)
+
+        return run_here
+
+    def test_an_engine_of_another_training_is_taken_only_if_asked_for(self, training, run_here):
+        assert run_here(out="first").exit_code == 0
         FolderEngine(URLS[1]).register("PUT", owner="deadbeef", about="elsewhere")
-        refused = training.here(monkeypatch)
+        refused = run_here()
         assert isinstance(refused.exception, EngineError)
         owned = f"another training owns the engine at {URLS[1]}: deadbeef (the other training)"
         assert owned in str(refused.exception)
         assert training.owners() == ["deadbeef"]
-        ended = training.here(monkeypatch, more=(*ENGINES, "--steal"))
+        ended = run_here(*ENGINES, "--steal")
         assert ended.exit_code == 0, ended.output
         assert training.owners() == []
 
     def test_its_end_says_what_it_did_where_model_and_plots_are_and_prints_no_table(
-        self, training, monkeypatch
+        self, training, run_here
     ):
-        ended = training.here(monkeypatch)
+        ended = run_here()
         run = training.folder / "run"
         done = r"\ntrained 2 steps in 0:\d\d:\d\d, reward \d\.\d{3} at first and"
         assert re.search(done, ended.output)
@@ -144,32 +154,24 @@ class TestStart:
                 r"machine\.nodes is 2, but there are 1: .*--nnodes 2 --nproc-per-node 2 ",
             ),
             (
-                f"{SMALL}[machine]\nprocesses = 3\nnodes = 2\n",
-                r"processes = 3 is no multiple of nodes = 2: change \[machine\]",
-            ),
-            (
-                f"{SMALL}[machine]\nengines = 3\n",
-                r"machine\.engines is 3, but there are 2: give --engine as many URLs",
-            ),
-            (
                 SMALL.replace("groups_per_step = 2", "groups_per_step = 4"),
                 r"groups_per_step is 4, but .*tasks\.jsonl has 3 tasks",
             ),
         ],
     )
     def test_other_numbers_than_those_of_machine_and_tasks_are_refused_by_start_and_plan(
-        self, training, monkeypatch, recipe, message
+        self, training, run_here, recipe, message
     ):
         training.recipe(recipe)
-        refused = training.here(monkeypatch)
+        refused = run_here()
         assert isinstance(refused.exception, InputError)
         assert re.search(message, str(refused.exception))
         assert not (training.folder / "run").exists()
         if "groups_per_step" in message:
-            planned = training.here(monkeypatch, more=(*ENGINES, "--dry-run"))
+            planned = run_here(*ENGINES, "--dry-run")
             assert re.search(message, planned.output)
         elif "processes is 2" in message:
-            offline = training.here(monkeypatch, more=("--from", str(training.folder)))
+            offline = run_here("--from", str(training.folder))
             assert "machine.processes is 2" in str(offline.exception)
 
 

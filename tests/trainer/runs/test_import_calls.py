@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.runs.import_calls import ImportSummary, import_calls
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.traces.build import build_traces
@@ -81,17 +80,6 @@ class TestCalls:
         assert later.reward == 1.0
         assert read_metadata(run)["source"] == "import"
         assert "tokenizer_sha256" not in read_metadata(run)
-
-    def test_prompts_are_stored_as_suffixes_of_the_parents_tokens(self, run):
-        child = line(call_id="b", prompt_ids=[1, 2, 3, 4])
-        summary = load(run, write(child, line()))
-        assert summary == ImportSummary(sessions=1, calls=2, bridged=1, sampled_tokens=2)
-        rows = {row["call_id"]: row for row in read_rows(run, "calls")}
-        assert rows["b"]["prompt_tail_ids"] == [4]
-        assert rows["b"]["parent_id"] == "a"
-        assert rows["b"]["kind"] == "bridged"
-        assert rows["b"]["kind_reason"] is None
-        assert RecordedCalls(run)["s"][1].prompt_ids == [1, 2, 3, 4]
 
     @pytest.mark.parametrize(
         ("second", "given", "parent"), [([1, 2], "b", "b"), ([9], "b", "a"), ([9], "unknown", "a")]
@@ -248,11 +236,15 @@ class TestBadLines:
 class TestCommand:
     def test_the_standard_input_may_be_a_pipe(self, run):
         command = [ROLLTAP, "import", "-", run, "--json"]
-        lines = write(line(), line(call_id="b"))
+        lines = write(line(call_id="b", prompt_ids=[1, 2, 3, 4]), line())
         ended = subprocess.run(command, input=lines, capture_output=True, check=True)
-        counts = ImportSummary(sessions=1, calls=2, sampled_tokens=2)
+        counts = ImportSummary(sessions=1, calls=2, bridged=1, sampled_tokens=2)
         assert json.loads(ended.stdout) == asdict(counts)
-        assert len(RecordedCalls(run)["s"]) == 2
+        _, second = RecordedCalls(run)["s"]
+        assert second.prompt_ids == [1, 2, 3, 4]
+        assert second.parent_id == "a"
+        assert second.kind == "bridged"
+        assert second.kind_reason is None
 
     def test_bad_lines_are_printed_up_to_a_number_and_end_with_status_1_or_are_skipped_and_counted(
         self, run, tmp_path

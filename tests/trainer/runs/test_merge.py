@@ -3,15 +3,12 @@ import os
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata
-from rolltap.addons.store.records import CALL_SCHEMA
 from rolltap.addons.store.routing import Routing
-from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.rollouts.recorder import started_event
@@ -23,6 +20,7 @@ from rolltap.trainer.traces.tables import TRAINED_SCHEMA
 from rolltap.trainer.traces.trained import read_trained, trained_batch
 from tests.factories import add_rows, make_call, make_session
 from tests.trainer.runs.recorded_runs import ids_of, ignore, make_run, record, rows_of
+from tests.trainer.traces.changed import change_rows
 
 
 @pytest.fixture
@@ -45,16 +43,15 @@ def groups_of(run):
     return {name: session.group_id for name, session in load_sessions(run).items()}
 
 
+def is_first(row):
+    return row["session_id"] == "s" and row["call_id"] == "a"
+
+
 def lose_the_first_call(run):
     """Change the tokens of the first call, so that its digest does not match, and return the
     file."""
+    change_rows(run, "calls", is_first, completion_ids=[77])
     [path] = run_files(run, "calls")
-    with SegmentReader(path) as reader:
-        [rows] = [batch.to_pylist() for _, batch in reader]
-    assert rows[0]["call_id"] == "a"
-    rows[0]["completion_ids"] = [77]
-    with open(path, "wb") as file, pa.ipc.new_stream(file, CALL_SCHEMA) as stream:
-        stream.write_table(pa.Table.from_pylist(rows, CALL_SCHEMA))
     return path
 
 

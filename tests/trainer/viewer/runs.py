@@ -38,7 +38,9 @@ class Conversation:
 
     def __init__(self, tokenizer, session_id: str, start: float = 0.0, version: str = OLD) -> None:
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        self.session_id, self.time, self.version = session_id, start, version
+        self.session_id = session_id
+        self.time = start
+        self.version = version
         self.calls: list[Call] = []
 
     def say(
@@ -56,24 +58,11 @@ class Conversation:
         prompt = "".join(
             f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in asked
         )
-        tools = [
-            {
-                "id": f"{name}-{i}",
-                "type": "function",
-                "function": {"name": "bash", "arguments": json.dumps({"command": c})},
-            }
-            for i, c in enumerate(commands)
-        ]
-        written = reply + "".join(
-            f"<tool_call>{json.dumps(tool['function'])}</tool_call>" for tool in tools
-        )
+        message = json.loads(says(reply, *commands)) | {"reasoning_content": "Look first."}
+        written = reply
+        for called in message.get("tool_calls", []):
+            written += f"<tool_call>{json.dumps(called['function'])}</tool_call>"
         ids = self._encode(f"<think>\nLook first.\n</think>\n{written}<|im_end|>")
-        message = {
-            "role": "assistant",
-            "content": reply,
-            "reasoning_content": "Look first.",
-            "tool_calls": tools,
-        }
         started = later(self.time)
         half = len(ids) // 2
         versions = [
@@ -87,23 +76,20 @@ class Conversation:
             "weight_versions": versions,
             "messages": json.dumps(asked),
             "reply": json.dumps(message),
-            "finish_reason": "tool_calls" if tools else "stop",
+            "finish_reason": "tool_calls" if commands else "stop",
             "dialect": "openai-chat",
             "host": "api.openai.com",
             "path": "/v1/chat/completions",
             "model": "gpt-5",
             "engine": "http://127.0.0.1:8000",
             "sampling": json.dumps({"temperature": 1.0, "max_tokens": 2048, "asked": {"top_k": 5}}),
-            "tools": (
-                json.dumps([{"type": "function", "function": {"name": "bash"}}])
-                if not self.calls
-                else None
-            ),
             "cached_tokens": 64 if after else 0,
             "started_at": started,
             "first_token_at": started + timedelta(seconds=seconds / 4),
             "finished_at": started + timedelta(seconds=seconds),
         }
+        if not self.calls:
+            defaults["tools"] = json.dumps([{"type": "function", "function": {"name": "bash"}}])
         self.time += seconds + 1.5
         new = f"{prompt}<|im_start|>assistant\n"
         call = make_call(0, self._encode(new), ids, after=after, **{**defaults, **fields})
@@ -178,35 +164,29 @@ def long_session(tokenizer) -> list:
     ]
     last = talk.say(summary, "All tests pass.", kind="rendered", kind_reason=WHY)
     talk.say([user("And the docs?")], "Stopped", after=last, status="aborted", finish_reason=None)
-    events = [
-        Event(
-            session_id="s-long",
-            kind=kind,
-            call_id=call.call_id,
-            at=call.started_at + timedelta(seconds=1),
-            detail=detail,
-        )
-        for kind, call, detail in (
-            ("joined", second, ""),
-            ("fault", fourth, "engine: connection lost"),
-        )
-    ]
-    refused = Event(
-        session_id="s-long",
-        kind="refused",
-        host="pypi.org",
-        method="GET",
-        path="/simple",
-        at=later(60),
-    )
+    events = []
+    for kind, call, detail in (
+        ("joined", second, ""),
+        ("fault", fourth, "engine: connection lost"),
+    ):
+        at = call.started_at + timedelta(seconds=1)
+        about = {"session_id": "s-long", "call_id": call.call_id, "detail": detail}
+        events.append(Event(kind=kind, at=at, **about))
+    asked = {"host": "pypi.org", "method": "GET", "path": "/simple"}
+    refused = Event(session_id="s-long", kind="refused", at=later(60), **asked)
     tests = {"test_dates": "failed", "test_empty": "passed"}
     evidence = {"tests": tests, "exit_status": 1, "attempts": [{"seconds": 3, "status": 1}]}
     row = talk.end(
+        task_id="fix-dates",
+        group_id="g-dates",
+        harness="claude-code",
+        reward=0.0,
+        parts={"tests": 0.5},
+        evidence=evidence,
+        suspicions={"edits_tests": 2},
         queued_seconds=2.5,
         running_seconds=61.0,
-        task_id="fix-dates", group_id="g-dates", harness="claude-code", reward=0.0, parts={"tests": 0.5},
-        evidence=evidence, suspicions={"edits_tests": 2},
-    )  # fmt: skip
+    )
     return [*talk.calls, *events, refused, row]
 
 
@@ -223,31 +203,18 @@ def short_session(
 def attacked_session(tokenizer) -> list:
     """Return the rows of a session whose every text is an attack on the page."""
     talk = Conversation(tokenizer, STRANGE_ID, 50)
-    first = talk.say(
-        [user(ATTACK)],
-        ATTACK,
-        ATTACK,
-        role_evidence=ATTACK,
-        model=ATTACK,
-        host=ATTACK,
-        engine=ATTACK,
-    )
-    talk.say(
-        [user(ATTACK)], ATTACK, kind="rendered", kind_reason=ATTACK, error=ATTACK, violation=ATTACK
-    )
+    everywhere = dict.fromkeys(["role_evidence", "model", "host", "engine"], ATTACK)
+    first = talk.say([user(ATTACK)], ATTACK, ATTACK, **everywhere)
+    everywhere = dict.fromkeys(["kind_reason", "error", "violation"], ATTACK)
+    talk.say([user(ATTACK)], ATTACK, kind="rendered", **everywhere)
+    everywhere = dict.fromkeys(["host", "path", "detail"], ATTACK)
     event = Event(
-        session_id=STRANGE_ID,
-        kind="fault",
-        call_id=first.call_id,
-        host=ATTACK,
-        path=ATTACK,
-        detail=ATTACK,
-        at=later(51),
+        kind="fault", session_id=STRANGE_ID, call_id=first.call_id, at=later(51), **everywhere
     )
-    row = talk.end(
-        "failed", task_id=ATTACK, group_id=ATTACK, harness=ATTACK, error=ATTACK, suspicions={ATTACK: 1},
-        parts={ATTACK: 1.0}, evidence={ATTACK: ATTACK}, harness_version=ATTACK, runtime=ATTACK,
-    )  # fmt: skip
+    names = ["task_id", "group_id", "harness", "error", "harness_version", "runtime"]
+    everywhere = dict.fromkeys(names, ATTACK)
+    maps = {"suspicions": {ATTACK: 1}, "parts": {ATTACK: 1.0}, "evidence": {ATTACK: ATTACK}}
+    row = talk.end("failed", **everywhere, **maps)
     return [*talk.calls, event, row]
 
 

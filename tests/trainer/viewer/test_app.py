@@ -3,10 +3,9 @@ import json
 import httpx
 import pytest
 
-from rolltap.trainer.viewer.app import POLICY, _changes, link, make_app
+from rolltap.trainer.viewer.app import POLICY, link, make_app
 from rolltap.trainer.viewer.reader import RunReader
 from tests.factories import add_rows, make_call, make_session, write_run
-from tests.trainer.viewer.runs import read_all
 
 TOKEN = "a-token-of-the-tests"
 URL = "http://127.0.0.1:8900"
@@ -132,24 +131,27 @@ async def test_a_mistake_is_an_error_in_words(ours, reader, path, status, messag
     assert message in answer.json()["error"]
 
 
-async def test_what_changed_is_told_as_it_is_read(reader):
-    read_all(reader)
-    stream = _changes(reader)
-    assert '"sessions": []' in await anext(stream)
-    add_rows(reader.run, make_call(7, [1, 9]))
-    read_all(reader)
-    event, data, *_ = (await anext(stream)).split("\n")
-    assert event == "event: changed"
-    told = json.loads(data.removeprefix("data: "))
-    assert told == {"sessions": ["s"], "read": {"sessions": 2, "of": 2}}
-    await stream.aclose()
+def test_the_run_is_read_behind_the_answers_and_what_changed_is_told(tmp_path, serve):
+    run = write_run(tmp_path / "run", make_call(0), make_session(), make_call(1, session_id="a/b"))
+    opened = serve(run)
+    with httpx.Client(follow_redirects=True, trust_env=False, timeout=120) as client:
+        client.get(opened)
+        page, _, _ = opened.partition("?")
+        with client.stream("GET", f"{page}api/follow") as stream:
+            lines = stream.iter_lines()
+            told = next_told(lines)
+            assert told["sessions"] == []
+            while told["read"] != {"sessions": 2, "of": 2}:
+                told = next_told(lines)
+            add_rows(run, make_call(7, [1, 9]))
+            while told["sessions"] != ["s"]:
+                told = next_told(lines)
+        for row in client.get(f"{page}api/sessions").json()["sessions"]:
+            assert row["read"]
 
 
-async def test_a_reader_reads_behind_the_answers(ours, reader):
-    await ours.get("/api/run")
-    stream = _changes(reader)
-    while '"read": {"sessions": 2, "of": 2}' not in await anext(stream):
-        pass
-    await stream.aclose()
-    for row in (await ours.get("/api/sessions")).json()["sessions"]:
-        assert row["read"]
+def next_told(lines):
+    """Return the data of the next event."""
+    for line in lines:
+        if line.startswith("data: "):
+            return json.loads(line.removeprefix("data: "))

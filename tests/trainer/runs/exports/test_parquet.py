@@ -4,7 +4,6 @@ import re
 import subprocess
 from datetime import UTC
 from operator import itemgetter
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,7 @@ from datasets import (
 from rolltap.addons.store.metadata import add_recorder
 from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.trainer.runs.exports import parquet
-from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, Spool, export, save_traces
+from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, export, save_traces
 from rolltap.trainer.traces.build import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, recorded_ids
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
@@ -298,28 +297,16 @@ class TestCard:
         assert facts(tmp_path / "out" / "README.md")["model"] == cell
 
 
-class TestSpool:
-    def test_rows_are_in_a_file_in_their_order_and_the_file_is_deleted(self, tmp_path):
-        rows = [{"name": f"row {i}", "ids": [i] * 4} for i in range(100)]
-        features = Features({"name": Value("string"), "ids": List(Value("int32"))})
-        with Spool(features, tmp_path / "out") as spooled:
-            spooled.add(row | {"more": 1} for row in rows)
-            dataset, shards = spooled.dataset()
-            assert (list(dataset), dataset.features, shards) == (rows, features, 1)
-            [file] = dataset.cache_files
-            assert Path(file["filename"]).parents[1] == tmp_path
-        assert list(tmp_path.iterdir()) == []
-
-    def test_shards_are_of_bounded_size(self, run, tmp_path, monkeypatch):
-        monkeypatch.setattr(parquet, "SHARD_BYTES", 300)
-        save(run, tmp_path / "saved")
-        assert len(list((tmp_path / "saved").glob("data-*.arrow"))) > 1
-        load = exported(tmp_path, run)
-        files = sorted(path.name for path in (tmp_path / "out" / "traces").iterdir())
-        assert len(files) > 1
-        for number, name in enumerate(files):
-            assert name.startswith(f"train-{number:05}-of-{len(files):05}-")
-        assert load("traces") == list(load_from_disk(tmp_path / "saved"))
+def test_shards_are_of_bounded_size(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "SHARD_BYTES", 300)
+    save(run, tmp_path / "saved")
+    assert len(list((tmp_path / "saved").glob("data-*.arrow"))) > 1
+    load = exported(tmp_path, run)
+    files = sorted(path.name for path in (tmp_path / "out" / "traces").iterdir())
+    assert len(files) > 1
+    for number, name in enumerate(files):
+        assert name.startswith(f"train-{number:05}-of-{len(files):05}-")
+    assert load("traces") == list(load_from_disk(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("arguments", [["traces"], ["export", "--to", "parquet"]], ids=str)

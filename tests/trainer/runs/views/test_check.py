@@ -21,6 +21,7 @@ from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
 from rolltap.trainer.engine.publish import make_publisher
 from rolltap.trainer.runs.views.check import (
     CheckReport,
+    CheckRow,
     ScoredToken,
     choose,
     incomparable,
@@ -119,18 +120,12 @@ def test_differences_are_summed_up_by_kind_and_policy_version():
         (call("d", "root"), [-0.5, -0.5]),
     ]
     root, second, first = summarize_scores(scores, 0.05)
-    assert root.kind == "root"
-    assert root.mean_difference == 0.0
-    assert root.within
-    assert first.kind == "bridged"
-    assert first.policy_version == "default"
-    assert first.calls == 2
-    assert first.tokens == 4
-    assert first.mean_difference == pytest.approx(0.1)
-    assert first.max_difference == pytest.approx(0.4)
-    assert first.share_over_threshold == 0.25
-    assert not first.within
-    assert first.worst == ScoredToken("s", "b", 1, -0.5, -0.9)
+    assert root == CheckRow("root", "default", 1, 2, 0.0, 0.0, 0.0, root.worst, within=True)
+    worst = ScoredToken("s", "b", 1, -0.5, -0.9)
+    largest = pytest.approx(0.4)
+    assert first == CheckRow(
+        "bridged", "default", 2, 4, pytest.approx(0.1), largest, 0.25, worst, within=False
+    )
     assert second.policy_version == "2"
     assert second.mean_difference == pytest.approx(0.05)
     assert second.within
