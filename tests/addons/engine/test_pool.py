@@ -8,6 +8,7 @@ from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.client import GENERATE
 from rolltap.addons.engine.pool import EnginePool, Patience
 from rolltap.addons.errors import EngineError
+from tests.addons.endpoint.asking import refused, told, values
 from tests.addons.harness import said, until, user
 from tests.scripted_engine import Answer, Say
 
@@ -15,6 +16,7 @@ DOWN = EngineError("it is down", retryable=True)
 NOBODY = "http://127.0.0.1:9"
 URLS = [f"http://10.0.0.{n}:8000" for n in range(1, 5)]
 SESSIONS = [f"s{n}" for n in range(400)]
+UNHEALTHY = Answer(500, "")
 
 
 @pytest.fixture
@@ -29,85 +31,92 @@ def homes(engines):
 
 
 async def test_a_session_stays_with_one_engine_and_every_engine_has_sessions(engines):
-    assert homes(engines) == homes(engines)
-    counts = [list(homes(engines).values()).count(url) for url in URLS]
-    assert all(60 < count < 140 for count in counts)
+    before = homes(engines)
+    assert homes(engines) == before
+    for url in URLS:
+        assert 60 < list(before.values()).count(url) < 140
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Retry without a pause, and ask an engine that says nothing for its health at once."""
+    """Retry without a pause, and soon ask an engine that says nothing for its health."""
     monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.1)
 
 
 @pytest.fixture
 def impatient(quick, monkeypatch):
-    """Do as `quick`, and do not wait long for the answer of an engine that is deaf."""
-    monkeypatch.setattr(client, "HEALTH_SECONDS", 0.5)
+    """Do as `quick`, and do not wait long for the answer of an engine that is deaf. One that is
+    well has this time too."""
+    monkeypatch.setattr(client, "HEALTH_SECONDS", 2.0)
 
 
 async def statuses(harness, sessions=32):
     """Return the statuses of one call of each session. Each of two engines is the first choice of
     some of them."""
     body = {"model": "m", "messages": [user()]}
-    replies = await asyncio.gather(
-        *(harness.send(body, session=f"s{number}") for number in range(sessions))
-    )
-    return {status for status, _ in replies}
+    asked = [harness.send(body, session=f"s{number}") for number in range(sessions)]
+    return {status for status, _ in await asyncio.gather(*asked)}
 
 
 def in_order(harness, one, two):
     """Return the engine of session s1 and the other one."""
-    return (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
+    if harness.endpoint.engines.of("s1").url == one.url:
+        return one, two
+    return two, one
 
 
 def states(caplog):
     """Return the first words of each line that the pool has logged."""
-    return [
-        record.message[: record.message.index(":")]
-        for record in caplog.records
-        if record.name == module.__name__
-    ]
+    lines = [each.message for each in caplog.records if each.name == module.__name__]
+    return [line.partition(":")[0] for line in lines]
 
 
 async def test_only_the_sessions_of_an_engine_that_failed_move_until_all_failed(engines):
     before = homes(engines)
-    failed, *others = sorted(engines._engines, key=lambda engine: engine.url != before["s0"])
+    failed = engines.of("s0")
     assert engines.failed(failed, DOWN)
     moved = homes(engines)
-    assert failed.url not in moved.values()
-    assert all(moved[session] == url for session, url in before.items() if url != failed.url)
-    assert [engines.failed(engine, DOWN) for engine in others] == [True, True, False]
+    for session, url in before.items():
+        assert moved[session] != failed.url
+        assert moved[session] == url or url == failed.url
+    one, two, three = engines.up()
+    assert engines.failed(one, DOWN)
+    assert engines.failed(two, DOWN)
+    assert not engines.failed(three, DOWN)
     assert homes(engines) == before
 
 
 async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(
-    one, two, impatient, caplog, monkeypatch
+    one, two, caplog, monkeypatch
 ):
     monkeypatch.setattr(module, "DOWN_SECONDS", 0.0)
     caplog.set_level(logging.INFO)
     engines = EnginePool([one.url, two.url])
     before = homes(engines)
-    one.deaf = True
+    one.answers["/health"] = UNHEALTHY
+    (first,) = [engine for engine in engines.up() if engine.url == one.url]
     for _ in range(3):
-        engines.failed(next(engine for engine in engines._engines if engine.url == one.url), DOWN)
+        engines.failed(first, DOWN)
     await until(lambda: "/health" in one.asked)
     assert set(homes(engines).values()) == {two.url}
-    one.deaf = False
+    one.answers.clear()
     await until(lambda: homes(engines) == before)
     await engines.close()
     assert states(caplog) == ["engine down", "engine back"]
     assert "in which 3 requests failed" in caplog.text
 
 
-async def test_when_no_engine_is_left_the_call_fails(one, two, recorded):
+async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_others(
+    one, two, recorded
+):
     async with recorded(one.url, two.url) as harness:
         for engine in (one, two):
-            engine.replies.append(Answer(500, "broken"))
-        status, _ = await harness.ask(user())
-    assert status == 502
-    assert (len(one.requests), len(two.requests)) == (1, 1)
+            engine.replies.append(Answer(500, "a grammar that breaks"))
+        assert (await refused(harness, user()))[0] == 502
+        assert len(one.requests) == len(two.requests) == 1
+        assert len(harness.endpoint.engines.up()) == 2
+        assert await statuses(harness) == {200}
 
 
 class TestFirstContact:
@@ -119,12 +128,12 @@ class TestFirstContact:
             assert await statuses(harness) == {200}
         assert one.requests == []
 
-    async def test_the_only_engine_is_waited_for(self, one, recorded, impatient, caplog):
-        one.deaf = True
-        async with recorded(one.url, patience=60) as harness:
+    async def test_the_only_engine_is_waited_for(self, one, recorded, quick, caplog):
+        one.answers["/v1/models"] = one.answers["/health"] = UNHEALTHY
+        async with recorded(one.url, patience=600) as harness:
             asked = asyncio.create_task(statuses(harness))
             await until(lambda: one.asked.count("/v1/models") > 1)
-            one.deaf = False
+            one.answers.clear()
             assert await asked == {200}
         assert states(caplog) == ["engine down"]
 
@@ -149,31 +158,28 @@ async def test_a_call_whose_engine_dies_goes_on_at_another_one(one, two, recorde
         first, second = in_order(harness, one, two)
         first.replies += [Say("one two three", break_after=2), Answer(500, "down")]
         second.replies.append(Say(" three"))
-        _, reply = await harness.ask(user())
-        await harness.ask(user("Again"))
-    assert reply["choices"][0]["finish_reason"] == "stop"
-    assert (
-        second.requests[0]["token_ids"][: len(first.requests[0]["token_ids"])]
-        == first.requests[0]["token_ids"]
-    )
+        await told(harness, user())
+        await told(harness, user("Again"))
+    begun = first.requests[0]["token_ids"]
+    assert second.requests[0]["token_ids"][: len(begun)] == begun
     calls = harness.calls()
-    assert [call["engine"] for call in calls] == [second.url] * 2
+    assert values(calls, "engine") == [second.url] * 2
+    assert calls[0]["finish_reason"] == "stop"
     assert calls[0]["violation"] is None
 
 
-async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(
-    one, two, recorded, impatient
-):
+async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(one, two, recorded, quick):
     async with recorded(one.url, two.url) as harness:
         first, second = in_order(harness, one, two)
         second.replies.append(Say(" three"))
         asked = await harness.held(first, Say("one two three", hold_after=2))
-        first.deaf = True
+        first.answers["/health"] = UNHEALTHY
         status, reply = await asked
-        await asyncio.to_thread(first.disconnected.wait, 30)
-    assert (status, reply["choices"][0]["finish_reason"]) == (200, "stop")
-    asked, rest = first.requests[0]["token_ids"], second.requests[0]["token_ids"]
-    assert rest == asked + first.ids("one two three")[:2]
+        await asyncio.to_thread(first.disconnected.wait)
+    assert status == 200
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    sampled = first.ids("one two three")[:2]
+    assert second.requests[0]["token_ids"] == first.requests[0]["token_ids"] + sampled
     (event,) = harness.events("continued")
     assert "neither a token nor an answer to /health" in event["detail"]
 
@@ -184,42 +190,36 @@ async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(on
         asked = await harness.held(one, Say("one two three", hold_after=0))
         await until(lambda: one.asked.count("/health") > 2)
         one.release()
-        status, reply = await asked
-    assert (status, said(reply), len(one.requests)) == (200, "one two three", 1)
-
-
-async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_others(
-    one, two, recorded, quick
-):
-    async with recorded(one.url, two.url) as harness:
-        for engine in (one, two):
-            engine.replies.append(Answer(500, "a grammar that breaks"))
-        assert (await harness.ask(user()))[0] == 200
-        assert len(one.requests) + len(two.requests) == 3
-        assert harness.endpoint.engines._down == {}
-        assert await statuses(harness) == {200}
+        _, reply = await asked
+    assert said(reply) == "one two three"
+    assert len(one.requests) == 1
 
 
 class TestPaused:
     """vLLM 0.33 refuses requests while it is paused for a weight update."""
 
+    @pytest.fixture(autouse=True)
+    def often(self, monkeypatch):
+        monkeypatch.setattr(client, "PAUSED_SECONDS", 0.05)
+
     async def test_a_call_waits_longer_than_any_patience_and_is_no_failure(
-        self, one, two, recorded, quick
+        self, one, two, recorded
     ):
         async with recorded(one.url, two.url) as harness:
             paused, other = in_order(harness, one, two)
             paused.paused = True
-            asked = asyncio.create_task(harness.ask(user()))
+            asked = asyncio.create_task(told(harness, user()))
             await until(lambda: paused.asked.count("/is_paused") > 2)
             paused.paused = False
-            status, reply = await asked
-        assert (status, said(reply)) == (200, "Hi.")
-        assert (len(paused.requests), other.requests) == (1, [])
+            assert await asked == "Hi."
+        assert len(paused.requests) == 1
+        assert other.requests == []
         (call,) = harness.calls()
-        assert (call["status"], call["error"], call["violation"]) == ("completed", None, None)
-        assert harness.events("continued") + harness.events("fault") == []
+        assert call["status"] == "completed"
+        assert call["violation"] is None
+        assert harness.events("continued") == harness.events("fault") == []
 
-    async def test_calls_that_wait_ask_once_for_all(self, one, recorded, quick):
+    async def test_calls_that_wait_ask_once_for_all(self, one, recorded):
         one.paused = True
         async with recorded(one.url) as harness:
             asked = asyncio.create_task(statuses(harness))
@@ -238,13 +238,12 @@ class TestPaused:
             return Say("one two three", break_after=2)
 
         one.otherwise = break_off
-        async with recorded(one.url, patience=60) as harness:
-            asked = asyncio.create_task(harness.ask(user()))
+        async with recorded(one.url, patience=600) as harness:
+            asked = asyncio.create_task(told(harness, user()))
             await until(lambda: "/is_paused" in one.asked)
             one.otherwise = lambda request: Say("wo three")
             one.paused = False
-            status, reply = await asked
-        assert (status, said(reply)) == (200, "one two three")
+            assert await asked == "one two three"
         assert len(harness.events("continued")) == 1
 
     async def test_when_the_engine_ends_meanwhile_another_one_goes_on(
@@ -253,37 +252,33 @@ class TestPaused:
         async with recorded(one.url, two.url) as harness:
             paused, other = in_order(harness, one, two)
             paused.paused = True
-            asked = asyncio.create_task(harness.ask(user()))
+            asked = asyncio.create_task(told(harness, user()))
             await until(lambda: "/is_paused" in paused.asked)
             paused.deaf = True
-            assert (await asked)[0] == 200
-        assert (paused.requests, len(other.requests)) == ([], 1)
-
-
-@pytest.fixture
-async def pauses(monkeypatch):
-    """Return the list of pauses. The clock goes on by them alone."""
-    pauses = []
-
-    async def sleep(seconds):
-        pauses.append(seconds)
-
-    monkeypatch.setattr(module.asyncio, "sleep", sleep)
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: sum(pauses))
-    return pauses
+            await asked
+        assert paused.requests == []
+        assert len(other.requests) == 1
 
 
 class TestPatience:
-    @pytest.mark.parametrize(
-        ("seconds", "expected"), [(60.0, [0.5, 1, 2, 4, 8, 10, 10, 10, 10]), (0.0, [])]
-    )
-    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(
-        self, pauses, seconds, expected
-    ):
-        patience = Patience(seconds)
+    @pytest.fixture
+    async def pauses(self, monkeypatch):
+        """Return the list of pauses. The clock goes on by them alone."""
+        pauses = []
+
+        async def sleep(seconds):
+            pauses.append(seconds)
+
+        monkeypatch.setattr(module.asyncio, "sleep", sleep)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: sum(pauses))
+        return pauses
+
+    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(self, pauses):
+        assert not await Patience(0.0).wait()
+        patience = Patience(60.0)
         while await patience.wait():
             pass
-        assert pauses == expected
+        assert pauses == [0.5, 1, 2, 4, 8, 10, 10, 10, 10]
 
     async def test_the_time_between_the_pauses_counts_and_a_call_that_went_on_is_waited_for_anew(
         self, pauses
