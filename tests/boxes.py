@@ -59,29 +59,19 @@ def docker_daemon() -> Iterator[str]:
     with scratch_folder() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
         ready.bind(str(folder / "ready"))
         host = f"unix://{folder}/docker.sock"
-        command = [
-            "dockerd",
-            "--storage-driver",
-            "vfs",
-            "--bridge",
-            "none",
-            "--iptables=false",
-            "--ip6tables=false",
-        ]
-        for option, name in {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}.items():
-            command += [f"--{option}", str(folder / name)]
+        options = "--storage-driver vfs --bridge none --iptables=false --ip6tables=false"
+        command = ["dockerd", *options.split(), "--host", host]
+        for name in ("data-root", "exec-root", "pidfile"):
+            command += [f"--{name}", str(folder / name)]
         environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "ready")}
         with (folder / "log").open("wb") as log:
-            daemon = subprocess.Popen(
-                [*command, "--host", host], env=environment, stdout=log, stderr=log
-            )
+            daemon = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         ended = os.pidfd_open(daemon.pid)
         try:
-            select.select([ready, ended], [], [], 60)
-            if not select.select([ready], [], [], 0)[0]:
-                pytest.skip(
-                    f"dockerd does not start: {(folder / 'log').read_text().strip()[-500:]}"
-                )
+            reported, _, _ = select.select([ready, ended], [], [], 600)
+            if ready not in reported:
+                said = (folder / "log").read_text().strip()
+                pytest.skip(f"dockerd does not start: {said[-500:]}")
             yield host
         finally:
             os.close(ended)
@@ -93,15 +83,11 @@ def docker_daemon() -> Iterator[str]:
 def imported(root: Path, engine: Sequence[str], *changes: str) -> Iterator[str]:
     """Make an image of a root folder, with changes like `ENV A=1`, and yield its name. It is
     removed at the end."""
-    archive, name = root.with_suffix(".tar"), f"localhost/rolltap-test-{secrets.token_hex(6)}"
+    archive = root.with_suffix(".tar")
+    name = f"localhost/rolltap-test-{secrets.token_hex(6)}"
     subprocess.run(["tar", "-C", root, "-cf", archive, "."], check=True)
-    command = [
-        *engine,
-        "import",
-        *(word for change in changes for word in ("--change", change)),
-        archive,
-        name,
-    ]
+    options = [f"--change={change}" for change in changes]
+    command = [*engine, "import", *options, archive, name]
     subprocess.run(command, check=True, capture_output=True)
     try:
         yield name
@@ -118,12 +104,15 @@ def copy_programs(root: Path, *names: str) -> None:
     for name in names:
         program = Path("/usr/bin", name).resolve()
         listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        targets = {f"programs/{name}": program, **({"bin/sh": program} if name == "sh" else {})}
-        targets |= {word.lstrip("/"): Path(word) for word in listed.split() if word.startswith("/")}
+        targets = {f"programs/{name}": program}
+        if name == "sh":
+            targets["bin/sh"] = program
+        for word in listed.split():
+            if word.startswith("/"):
+                targets[word.lstrip("/")] = Path(word)
         for target, source in targets.items():
             (root / target).parent.mkdir(parents=True, exist_ok=True)
-            (root / target).write_bytes(source.read_bytes())
-            (root / target).chmod(0o755)
+            shutil.copy(source, root / target)
 
 
 def wait_until_dead(pid: int) -> bool:
@@ -132,7 +121,7 @@ def wait_until_dead(pid: int) -> bool:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    ended, _, _ = select.select([descriptor], [], [], 60)
+    ended, _, _ = select.select([descriptor], [], [], 600)
     os.close(descriptor)
     return bool(ended)
 
@@ -194,12 +183,10 @@ def make_docker_spec(folder: Path, **settings) -> BoxSpec:
     """Return such a box with an image of Docker, which is as empty as the root folder."""
     spec = make_spec(folder, **settings)
     image = f"localhost/rolltap-test-{spec.name}"
-    packed = subprocess.run(
-        ["tar", "-C", folder / "root", "-c", "."], check=True, capture_output=True
-    ).stdout
-    subprocess.run(
-        ["docker", "import", "-", image], input=packed, check=True, stdout=subprocess.DEVNULL
-    )
+    pack = ["tar", "-C", folder / "root", "-c", "."]
+    packed = subprocess.run(pack, check=True, capture_output=True).stdout
+    load = ["docker", "import", "-", image]
+    subprocess.run(load, input=packed, check=True, capture_output=True)
     return replace(spec, image=image)
 
 

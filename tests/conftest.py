@@ -35,9 +35,8 @@ def pytest_configure(config):
     cache = tempfile.TemporaryDirectory(prefix="rolltap-tests-")
     config.add_cleanup(cache.cleanup)
     os.environ["HF_DATASETS_CACHE"] = cache.name
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = (
-        "1"  # else it warns when its AsyncGRPOTrainer is imported
-    )
+    # else it warns when its AsyncGRPOTrainer is imported
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -61,26 +60,23 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
+def on_a_small_disk(size: str, folder: str | Path) -> list[str] | None:
+    """Return the prefix of a command line, which sees a tmpfs of that size at the folder. Other
+    processes do not see it. None: this machine lets nobody mount one."""
+    mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
+    for options in ("-rm", "-m") if shutil.which("unshare") else ():
+        prefix = ["unshare", options, "sh", "-c", mount, size, str(folder)]
+        if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
+            return prefix
+    return None
+
+
 @pytest.fixture(scope="session")
 def small_disk():
-    """Return a function of a size and a folder. It returns the prefix of a command line.
-
-    The command sees a tmpfs of that size at the folder. Other processes do not see it.
-    """
-
-    def command(size, folder):
-        mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
-        return [*prefix, "sh", "-c", mount, size, folder]
-
-    for options in ("-rm", "-m"):
-        prefix = ["unshare", options]
-        if (
-            shutil.which("unshare")
-            and subprocess.run([*command("1m", "/mnt"), "true"], capture_output=True).returncode
-            == 0
-        ):
-            return command
-    pytest.skip("this machine lets nobody mount a small disk")
+    """Return `on_a_small_disk`. Skips the test where there is none."""
+    if on_a_small_disk("1m", "/mnt") is None:
+        pytest.skip("this machine lets nobody mount a small disk")
+    return on_a_small_disk
 
 
 @pytest.fixture(scope="session")
@@ -115,10 +111,8 @@ def save_tokenizer(tokenizer_folder):
 
     def save(folder, template, more=()):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        tokenizer.add_tokens(
-            [AddedToken(token, special=True, normalized=False) for token in more],
-            special_tokens=True,
-        )
+        special = [AddedToken(token, special=True, normalized=False) for token in more]
+        tokenizer.add_tokens(special, special_tokens=True)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
         return str(folder)
@@ -136,7 +130,7 @@ class RunningEngine:
         self.http = httpx.Client(
             base_url=server.url,
             headers={"authorization": f"Bearer {self.key}"},
-            timeout=120,
+            timeout=600,
             limits=httpx.Limits(max_keepalive_connections=0),
         )
 
@@ -145,9 +139,8 @@ def vllm_program() -> str:
     """Return the command of vLLM. Skips the test when it is not installed."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
-        pytest.skip(
-            f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM"
-        )
+        remedy = "tests/run.sh installs it, or set ROLLTAP_VLLM"
+        pytest.skip(f"vLLM is not installed ({vllm}): {remedy}")
     return vllm
 
 
@@ -166,17 +159,9 @@ def free_port() -> int:
 def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
     """Run a vLLM server with LoRA loading, for one step ahead. Skips the test when vLLM is not
     installed."""
-    vllm = vllm_program()
-    port = free_port()
-    settings = {
-        "max_model_len": context,
-        "lora_rank": 8,
-        "max_staleness": 1,
-        "log": log,
-        "extra": extra,
-    }
-    server = EngineServer(str(model), vllm=vllm, port=port, **settings)
-    with server:
+    settings = {"max_model_len": context, "lora_rank": 8, "max_staleness": 1, "log": log}
+    program = {"vllm": vllm_program(), "port": free_port(), "extra": extra}
+    with EngineServer(str(model), **program, **settings) as server:
         engine = RunningEngine(server, model)
         with engine.http:
             yield engine
@@ -190,28 +175,25 @@ def engine_key(tmp_path_factory) -> Iterator[None]:
     that follow read it.
     """
     vllm_program()
+    key = tmp_path_factory.mktemp("key") / "engine.key"
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(
-            "ROLLTAP_ENGINE_KEY_FILE", str(tmp_path_factory.mktemp("key") / "engine.key")
-        )
+        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(key))
         yield
 
 
 @pytest.fixture(scope="session")
 def engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield a vLLM server with the tiny model. Tests that publish must restore its weights."""
-    with running_engine(
-        tiny_model, tmp_path_factory.mktemp("vllm") / "vllm.log", CONTEXT
-    ) as engine:
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    with running_engine(tiny_model, log, CONTEXT) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def second_engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield another server like `engine`. Tests that publish must restore its weights."""
-    with running_engine(
-        tiny_model, tmp_path_factory.mktemp("second-vllm") / "vllm.log", 4096
-    ) as second:
+    log = tmp_path_factory.mktemp("second-vllm") / "vllm.log"
+    with running_engine(tiny_model, log, 4096) as second:
         yield second
 
 

@@ -33,15 +33,14 @@ def make_call(
     they identify the tokens of a session.
     """
     number = name if isinstance(name, int) else 0
-    known = [*after.prompt_ids, *after.completion_ids] if after else []
-    continued = (
-        {"parent_id": after.call_id, "prefix_length": len(known), "kind": "bridged"}
-        if after
-        else {}
-    )
+    known = []
+    continued = {"session_id": "s"}
+    if after:
+        known = [*after.prompt_ids, *after.completion_ids]
+        continued = {"session_id": after.session_id, "parent_id": after.call_id}
+        continued |= {"prefix_length": len(known), "kind": "bridged"}
     defaults = {
         "call_id": str(name),
-        "session_id": after.session_id if after else "s",
         "logprobs": [-(number + 1) - i / 64 for i in range(len(completion_ids))],
         "weight_versions": [VersionSpan(version=version, start=0, end=len(completion_ids))],
         "started_at": START + timedelta(seconds=number),
@@ -94,12 +93,9 @@ def says(content: str = "", *commands: str) -> str:
     `Call.reply`."""
     message: dict = {"role": "assistant", "content": content}
     if commands:
-        message["tool_calls"] = [
-            {
-                "id": str(number),
-                "type": "function",
-                "function": {"name": "bash", "arguments": json.dumps({"command": command})},
-            }
-            for number, command in enumerate(commands)
-        ]
+        message["tool_calls"] = []
+        for number, command in enumerate(commands):
+            function = {"name": "bash", "arguments": json.dumps({"command": command})}
+            call = {"id": str(number), "type": "function", "function": function}
+            message["tool_calls"].append(call)
     return json.dumps(message)

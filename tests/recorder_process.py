@@ -39,21 +39,14 @@ class Recorder:
     def __init__(self, tmp_path, engine_url, model, *extra, env=None, command=(), scripts=()):
         self.run = tmp_path / "run"
         self.confdir = tmp_path / "conf"
-        settings = {
-            "confdir": self.confdir,
-            "rolltap_out": self.run,
-            "rolltap_engine": engine_url,
-            "rolltap_model": model,
-            **dict(setting.split("=", 1) for setting in extra),
-        }
+        settings = {"confdir": self.confdir, "rolltap_out": self.run}
+        settings |= {"rolltap_engine": engine_url, "rolltap_model": model}
+        settings |= dict(setting.split("=", 1) for setting in extra)
         self._log = tmp_path / "mitmdump.log"
-        self.process, address = start_mitmdump(
-            *("-s", ADDON, "--listen-port", "0", *scripts),
-            settings=settings,
-            log=self._log,
-            env={**os.environ, **(env or {})},
-            command=command,
-        )
+        options = ["-s", ADDON, "--listen-port", "0", *scripts]
+        env = {**os.environ, **(env or {})}
+        how = {"settings": settings, "log": self._log, "env": env, "command": command}
+        self.process, address = start_mitmdump(*options, **how)
         self.address = "{host}:{port}".format(**address) if address else None
 
     def client(self, user="s1", password="x"):

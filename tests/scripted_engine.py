@@ -136,15 +136,7 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
             reply = Answer(200, json.dumps({"error": PAUSED}))
         else:
             self.requests.append(body)
-            reply = (
-                self.replies.popleft()
-                if self.replies
-                else self.otherwise(body)
-                if self.otherwise
-                else None
-            )
-        if reply is None:
-            reply = Answer(500, "the script is over")
+            reply = self._next(body)
         if isinstance(reply, Answer) and (reply.status != 200 or isinstance(reply.body, bytes)):
             return reply.response()
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -160,6 +152,12 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
             self.disconnected.set()
             raise
         return response
+
+    def _next(self, body) -> Reply:
+        if self.replies:
+            return self.replies.popleft()
+        reply = self.otherwise(body) if self.otherwise else None
+        return reply or Answer(500, "the script is over")
 
     async def _say(self, request, response, reply, most):
         for i, event in enumerate(self.events(reply, most)):

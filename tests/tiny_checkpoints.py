@@ -80,9 +80,8 @@ def qwen35(folder: Path, tokenizer_folder: Path, *, tied: bool = False, shard: s
     )
     _write(folder, tokenizer_folder, lambda: Qwen3_5ForConditionalGeneration(config), shard)
     file = max(folder.glob("*.safetensors"))
-    save_file(
-        load_file(file) | {"mtp.fc.weight": torch.randn(64, 128)}, file, metadata={"format": "pt"}
-    )
+    weights = load_file(file) | {"mtp.fc.weight": torch.randn(64, 128)}
+    save_file(weights, file, metadata={"format": "pt"})
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         written = json.loads(index.read_text())
@@ -117,12 +116,8 @@ def gemma3(folder: Path, tokenizer_folder: Path) -> Path:
 
 def _text(tokenizer_folder: Path, **values) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokens = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
-    return {**TEXT, "vocab_size": len(tokenizer), **tokens, **values}
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {**TEXT, "vocab_size": len(tokenizer), "bos_token_id": None, **tokens, **values}
 
 
 def _write(folder: Path, tokenizer_folder: Path, make, shard: str = "5GB") -> Path:
@@ -158,30 +153,28 @@ def counting_qwen35(folder: Path, tokenizer_folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     model = Qwen3_5ForConditionalGeneration.from_pretrained(qwen35(folder, folder))
     text = model.model.language_model
-    newline, think, call, count, submit, called, end = (
-        tokenizer.convert_tokens_to_ids(tokenizer.tokenize(token)[-1])
-        for token in ("\n", "</think>", "<tool_call>", COUNT, SUBMIT, "</tool_call>", "<|im_end|>")
-    )
     following = {
-        newline: [think],
-        think: [call],
-        call: [count, submit],
-        count: [called],
-        submit: [called],
+        "\n": ["</think>"],
+        "</think>": ["<tool_call>"],
+        "<tool_call>": [COUNT, SUBMIT],
+        COUNT: ["</tool_call>"],
+        SUBMIT: ["</tool_call>"],
+        "</tool_call>": ["<|im_end|>"],
     }
+
+    def id_of(token: str) -> int:
+        return tokenizer.convert_tokens_to_ids(tokenizer.tokenize(token)[-1])
+
     with torch.no_grad():
         for layer in text.layers:
-            mixer = (
-                layer.linear_attn.out_proj
-                if hasattr(layer, "linear_attn")
-                else layer.self_attn.o_proj
-            )
+            linear = getattr(layer, "linear_attn", None)
+            mixer = linear.out_proj if linear else layer.self_attn.o_proj
             mixer.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         torch.nn.init.orthogonal_(text.embed_tokens.weight)
         model.lm_head.weight.zero_()
-        for token, others in (following | {called: [end]}).items():
-            embedding = text.embed_tokens.weight[token]
-            model.lm_head.weight[others] += 3 * embedding / embedding.norm()
+        for token, others in following.items():
+            embedding = text.embed_tokens.weight[id_of(token)]
+            model.lm_head.weight[list(map(id_of, others))] += 3 * embedding / embedding.norm()
     model.save_pretrained(folder)
     return folder

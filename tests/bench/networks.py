@@ -23,7 +23,6 @@ _FIELDS = (
 _SIZES = {
     "tiny": (128, 32, 64, 4, 2, 1, 16),
     "tiny-hybrid": (128, 32, 64, 4, 2, 1, 16, 2, 4, 16, 16),
-    "narrow": (2048, 64, 128, 2, 2, 2, 32),
     "quickstart": (2048, 128, 384, 2, 2, 1, 64),
     "small": (2048, 256, 768, 2, 4, 2, 64),
     "small-hybrid": (2048, 256, 768, 4, 4, 2, 64, 2, 4, 64, 64),
@@ -72,9 +71,3 @@ def layers(config: Any, kind: str) -> int:
     """Return how many layers are of a kind: `full_attention` or `linear_attention`."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return int(kinds.count(kind))
-
-
-def checkpoint_bytes(model: Any) -> int:
-    """Return the bytes of a token that checkpointing keeps: the inputs of all layers."""
-    config = model.config.get_text_config()
-    return int(config.num_hidden_layers * config.hidden_size * model.dtype.itemsize)

@@ -12,7 +12,6 @@ token differs, or when a reply that a client received whole is missing, differs 
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from tests.bench.load import Load
 from tests.bench.model import Model
 from tests.bench.processes import ROOT, Engine, Mitmdump
 from tests.bench.verdict import judge
+from tests.conftest import on_a_small_disk
 
 PACE = 1 / 30
 LENGTHS = (40, 250)
@@ -139,17 +139,6 @@ def _take_all(descriptor: int) -> None:
                 size += step
 
 
-def on_a_small_disk(folder: Path, command: list[str]) -> list[str] | None:
-    """Return a command that sees a small disk at `folder`, or None when this machine lets nobody
-    mount one."""
-    mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
-    for options in ("-rm", "-m") if shutil.which("unshare") else ():
-        prefix = ["unshare", options, "sh", "-c", mount, DISK, str(folder)]
-        if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
-            return [*prefix, *command]
-    return None
-
-
 @command
 @click.option("--sessions", default=64)
 @click.option("--seconds", default=60, help="Time without faults.")
@@ -167,8 +156,8 @@ def main(disk: Path | None, chaos_seconds: int, **load: Any) -> dict[str, Rows]:
         if disk is None and chaos_seconds:
             # a mount is seen only by the process that makes it, and by those that it starts
             again = [sys.executable, "-m", "tests.bench.soak", *sys.argv[1:], "--disk", scratch]
-            if mounted := on_a_small_disk(Path(scratch), again):
-                sys.exit(subprocess.run(mounted, cwd=ROOT).returncode)
+            if prefix := on_a_small_disk(DISK, scratch):
+                sys.exit(subprocess.run([*prefix, *again], cwd=ROOT).returncode)
             click.echo("no full disk: this machine lets nobody mount a small one", err=True)
         return {"phases": soak(Path(folder), disk=disk, chaos_seconds=chaos_seconds, **load)}
 

@@ -5,15 +5,11 @@ The head is equal: on a CUDA device TRL's fused head computes the scored tokens 
 so on the CPU too, where it would compute all tokens of padded rows.
 """
 
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -26,12 +22,7 @@ from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.step.config import TraceGRPOConfig
 from rolltap.trainer.training.step.pack import Pack
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
-from tests.bench.groups import single
-from tests.bench.networks import vocabulary
 from tests.trainer.training.step.tiny import tokenizer
-
-WARM_UP = 256
-"""Tokens of a step before the measured ones, which allocates what is allocated once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,47 +128,3 @@ def _as_before(model: Any) -> Iterator[None]:
         for module in {model, base}:
             module.__dict__.pop("forward", None)
             module.activation_checkpointing_disable()
-
-
-def peaks(make: Callable[[], Any], device: str, lengths: list[int], variant: Variant) -> list[int]:
-    """Return the bytes that a step on one trace of each length takes at its peak, more than before
-    the step. `make` makes the model, and can be pickled.
-
-    On a CUDA device they are those of its allocator. On the CPU they are those of the resident
-    memory of another process, in which memory that is freed goes back to the system.
-    """
-    if device == "cuda":
-        return _peaks(make, device, lengths, variant)
-    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    with patch.dict(os.environ, malloc), pool:
-        return pool.submit(_peaks, make, device, lengths, variant).result()
-
-
-def _peaks(make: Callable[[], Any], device: str, lengths: list[int], variant: Variant) -> list[int]:
-    model = make()
-    words = vocabulary(model)
-    run_steps(model, single(WARM_UP, vocabulary=words), variant, 1)
-    found = []
-    for length in lengths:
-        batch = single(length, vocabulary=words)
-        before = _mark(device)
-        run_steps(model, batch, variant, 1)
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
-        found.append(int(peak - before))
-    return found
-
-
-def _mark(device: str) -> int:
-    """Return the bytes in use. The peak is from now on."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        return int(torch.cuda.memory_allocated())
-    Path("/proc/self/clear_refs").write_text("5")
-    return _resident("VmRSS")
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))

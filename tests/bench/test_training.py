@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
 from rolltap.trainer.training.step.pack import Pack, TraceRow
-from tests.bench import steps, training
+from tests.bench import training
 from tests.bench.flops import Work, costs, of_pack, of_padded, step_flops
 from tests.bench.groups import (
     LONG,
@@ -18,7 +18,7 @@ from tests.bench.groups import (
     sessions_of,
     single,
 )
-from tests.bench.networks import checkpoint_bytes, network
+from tests.bench.networks import network
 from tests.bench.steps import Variant, run_steps
 
 # PEFT asks for it
@@ -138,17 +138,12 @@ def test_every_way_to_run_a_group_has_the_same_gradients(batch):
 def small(monkeypatch):
     """Make all batches small."""
     sizes = {
-        "LENGTHS": [200, 300, 400, 600],
         "SINGLE": {"cpu": 100},
-        "MEMORY_NETWORK": "tiny",
         "BRANCHES": (2, 3),
-        "LAYOUT_GROUPS": 1,
-        "LAYOUT_SCALE": 100,
         "SESSIONS_AT_ONCE": (2, 4),
     }
     for name, size in sizes.items():
         monkeypatch.setattr(training, name, size)
-    monkeypatch.setattr(steps, "WARM_UP", 64)
 
 
 @pytest.mark.deep
@@ -166,8 +161,6 @@ def test_every_part_is_measured(small, tmp_path):
         assert row["forwarded"] == row["tokens_packed"] < row["tokens"]
         assert min(row["packed"], row["padded"]) > 0
     assert [row["segments"] for row in found["trees"]] == [7, 13]
-    ways = {row["way"]: len(row["mib"]) for row in found["memory"]}
-    assert ways == {"packed": 4, "packed, no checkpointing": 4, "padded": 4}
 
 
 @pytest.mark.deep
@@ -196,10 +189,7 @@ def test_a_machine_without_a_cuda_device_is_told_so():
     assert "torch finds no CUDA device" in result.output
 
 
-@pytest.mark.parametrize(
-    ("name", "checkpoints"), [("4b", 36 * 2560 * 2), ("4b-hybrid", 32 * 2560 * 2)]
-)
-def test_the_models_of_real_dimensions_have_four_billion_parameters(name, checkpoints):
+@pytest.mark.parametrize("name", ["4b", "4b-hybrid"])
+def test_the_models_of_real_dimensions_have_four_billion_parameters(name):
     model = make_network(name, device="meta", dtype=torch.bfloat16)
     assert 3.5e9 < sum(parameter.numel() for parameter in model.parameters()) < 5e9
-    assert checkpoint_bytes(model) == checkpoints

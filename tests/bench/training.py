@@ -15,16 +15,11 @@ On a CUDA device seconds are wall-clock time. Each figure is the least of its ro
   checkpointing. Padded rows have the best of several numbers of micro-batches. "flops ratio" is
   that of the operations.
 - trees: the time of a token in trees of 12k tokens with 21 to 931 segments.
-- layout: the time of spreading sessions over micro-batches and of packing them, for each token of
-  rows of full length.
-- memory: the peak of a step by the length of a trace, and its slope, next to the bytes of the
-  layers' inputs.
 """
 
 import json
 import platform
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +36,19 @@ from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import Pack, TraceRow
 from tests.bench.flops import costs, of_pack, of_padded, step_flops
 from tests.bench.frame import Rows, show
-from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, sessions_of, single
-from tests.bench.networks import NETWORKS, checkpoint_bytes, network, vocabulary
-from tests.bench.steps import Variant, now, peaks, run_steps
+from tests.bench.groups import SHAPES, SHORT, SHORT_SCALE, generate, sessions_of, single
+from tests.bench.networks import NETWORKS, network, vocabulary
+from tests.bench.steps import Variant, now, run_steps
 
-LENGTHS = [2048, 4096, 8192, 16384]
-"""Tokens of the traces whose peak memory is measured."""
 SINGLE = {"cpu": 4096, "cuda": 32768}
 """Tokens of the trace that shares nothing."""
-MEMORY_NETWORK = "narrow"
-"""The model of the memory's measurement on the CPU."""
 SESSIONS_AT_ONCE = (1, 2, 4)
 """Sessions of a micro-batch of padded rows, of which the fastest counts."""
-LAYOUT_GROUPS = 4
-"""Groups whose layout is measured together."""
-LAYOUT_SCALE = 1.0
-"""Their scale: sessions of full length."""
 BRANCHES = (4, 14, 30)
 """Branches of a tree's trunk, each of which has as many."""
 TREE_TOKENS = 12_096
 """Tokens of such a tree."""
-PARTS = ("layout", "groups", "trees", "memory")
+PARTS = ("groups", "trees")
 
 
 class Training:
@@ -109,48 +96,6 @@ class Training:
             row = {"segments": len(pack.parents), "tokens": pack.tokens}
             row["seconds"] = self._least(step)
             row["us_per_token"] = 1e6 * row["seconds"] / pack.tokens
-            found.append(row)
-        return found
-
-    def layout(self) -> Rows:
-        """Return one row for each part of the layout."""
-        sessions = []
-        for number in range(LAYOUT_GROUPS):
-            how = {"scale": LAYOUT_SCALE, "vocabulary": 150_000, "seed": 0}
-            sessions += sessions_of(generate(LONG, group=str(number), **how))
-        tokens = sum(len(row.ids) for rows in sessions for row in rows)
-        steps = {"spread": partial(spread, sessions, 4), "pack": partial(Pack, sessions)}
-        found = []
-        for name, step in steps.items():
-            each = 1e9 * self._least(step) / tokens
-            found.append({"part": name, "tokens": tokens, "ns_per_token": each})
-        return found
-
-    def memory(self) -> Rows:
-        """Return a row for each way: the peaks by length, and their slope without the shortest
-        lengths."""
-        name = self.name if self.device == "cuda" else MEMORY_NETWORK
-        ways = {
-            "packed": Variant(),
-            "packed, offloaded": Variant(offload=True),
-            "packed, no checkpointing": Variant(checkpointing=False),
-            "padded": Variant("padded"),
-        }
-        if self.device == "cpu":
-            # the host's memory is the device's
-            del ways["packed, offloaded"]
-        half = (len(LENGTHS) - 1) // 2
-        found = []
-        for title, variant in ways.items():
-            values = peaks(partial(self.network, name), self.device, LENGTHS, variant)
-            row = {
-                "way": title,
-                "model": name,
-                "tokens": LENGTHS,
-                "mib": [value / 2**20 for value in values],
-                "bytes_per_token": float(np.polyfit(LENGTHS[half:], values[half:], 1)[0]),
-                "checkpoints_per_token": checkpoint_bytes(self.network(name)),
-            }
             found.append(row)
         return found
 

@@ -88,30 +88,33 @@ def home(tmp_path):
 
 
 @pytest.fixture
-def record(scripted_engine, tokenizer_folder, tmp_path, workspace, home):
-    """Record a command in `workspace` as users do. A harness is given its instruction instead of
-    the command."""
+def run_command(workspace, home):
+    """Run a command of `rolltap` in `workspace` as users do, with a program of its own home."""
 
-    def record(*command, harness=None, keys=KEYS):
-        options = [
-            "--out",
-            tmp_path / "run",
-            "--engine",
-            scripted_engine.url,
-            "--model",
-            tokenizer_folder,
-        ]
-        if harness is not None:
-            options += ["--harness", harness.name]
-            command = harness.command_for(*command)[1 + len(harness.arguments) :]
-        ended = subprocess.run(
-            [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *command],
+    def run_command(*command, keys):
+        return subprocess.run(
+            [Path(sys.executable).with_name("rolltap"), *command],
             cwd=workspace,
             env={**clean_environment(home), **keys},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
         )
+
+    return run_command
+
+
+@pytest.fixture
+def record(scripted_engine, tokenizer_folder, tmp_path, run_command):
+    """Record a command. A harness is given its instruction instead of the command."""
+
+    def record(*command, harness=None, keys=KEYS):
+        options = ["--out", tmp_path / "run", "--engine", scripted_engine.url]
+        options += ["--model", tokenizer_folder]
+        if harness is not None:
+            options += ["--harness", harness.name]
+            command = harness.command_for(*command)[1 + len(harness.arguments) :]
+        ended = run_command("record", *options, "--", *command, keys=keys)
         assert ended.returncode in (0, 3), ended.stdout + ended.stderr  # 3: without a model call
         return Played(tmp_path / "run", ended.stdout)
 
@@ -119,7 +122,7 @@ def record(scripted_engine, tokenizer_folder, tmp_path, workspace, home):
 
 
 @pytest.fixture
-def run_rerun(scripted_engine, tmp_path, workspace, home):
+def run_rerun(scripted_engine, tmp_path, workspace, home, run_command):
     """Return a function that runs a harness again against its record, and returns the process that
     has ended.
 
@@ -136,15 +139,8 @@ def run_rerun(scripted_engine, tmp_path, workspace, home):
         (session_id,) = load_sessions(tmp_path / "run")
         asked = len(scripted_engine.asked)
         arguments = harness.command_for(instruction)[1 + len(harness.arguments) :]
-        options = [tmp_path / "run", session_id, "--harness", harness.name, "--", *arguments]
-        ended = subprocess.run(
-            [Path(sys.executable).with_name("rolltap"), "rerun", *options],
-            cwd=workspace,
-            env={**clean_environment(home), **keys},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        options = [tmp_path / "run", session_id, "--harness", harness.name]
+        ended = run_command("rerun", *options, "--", *arguments, keys=keys)
         assert len(scripted_engine.asked) == asked
         return ended
 

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import pytest
 
+from rolltap.addons.store.records import Call
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.config import Budget, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
@@ -21,6 +22,7 @@ from tests.harness.programs import PROGRAMS
 REQUIRED = "ROLLTAP_REQUIRE_HARNESSES"
 """Variable that is set where every program is installed: a failed installation must not look like a
 success."""
+TIMEOUT = 1200.0
 
 
 class Played:
@@ -28,11 +30,14 @@ class Played:
     of the program."""
 
     def __init__(self, run: Path, log: str) -> None:
-        self.run, self.log = run, log
-        sessions = list(iter_sessions(run))
-        assert len(sessions) <= 1
-        self.session = sessions[0].session if sessions else None
-        self.calls = sessions[0].calls if sessions else []
+        self.run = run
+        self.log = log
+        self.session = None
+        self.calls: list[Call] = []
+        for recorded in iter_sessions(run):
+            assert self.session is None
+            self.session = recorded.session
+            self.calls = recorded.calls
         self.main = [call for call in self.calls if call.role == "agent"]
         self.events = list(read_rows(run, "events"))
         self.kinds = {event["kind"] for event in self.events}
@@ -40,6 +45,27 @@ class Played:
 
     def of(self, kind: str) -> list[dict]:
         return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that were sampled."""
+        return sum(len(call.completion_ids) for call in self.calls)
+
+    def check_won(self) -> None:
+        """Assert that the session has its reward."""
+        ended = (self.session.status, self.session.reward)
+        assert ended == ("completed", 1.0), self.session.error or self.log
+
+    def check_whole(self) -> None:
+        """Assert that all calls were captured, completed, and kept every invariant."""
+        assert {(call.status, call.violation) for call in self.calls} == {("completed", None)}
+        assert self.summary.uncaptured_calls == 0
+        assert self.summary.ledger.sampled == self.sampled
+
+    def until(self, call: Call) -> dict[str, str]:
+        """Return the option of a recorder that forks the session at a call."""
+        place = {"session": call.session_id, "until": call.started_at.isoformat()}
+        return {"rolltap_rerun": json.dumps({"run": str(self.run), **place})}
 
 
 def installed(name: str) -> Harness:
@@ -56,9 +82,8 @@ def installed(name: str) -> Harness:
 def missing(what: str) -> NoReturn:
     """Skip the test because `what` is not installed. Where `REQUIRED` is set, as in CI, the test
     fails instead."""
-    (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(
-        f"{what} is not installed: tests/run.sh installs it"
-    )
+    end = pytest.fail if os.environ.get(REQUIRED) else pytest.skip
+    end(f"{what} is not installed: tests/run.sh installs it")
 
 
 def _python_312() -> bool:
@@ -81,7 +106,8 @@ async def play_session(
     recorder."""
     run = folder / "run"
     recorder = {"confdir": str(folder / "mitmproxy"), **options}
-    config = RolloutConfig(timeout=1200, retries=0, budget=budget or Budget(), recorder=recorder)
+    limits = {"timeout": TIMEOUT, "retries": 0, "budget": budget or Budget()}
+    config = RolloutConfig(recorder=recorder, **limits)
     async with Worker(config, harness=harness, engine=engine.url, model=model, out=run) as worker:
         await worker.run([Group(task, task.id, [f"{task.id}-0"])])
     return Played(run, next((run / "logs").glob("*[0-9].log")).read_text())
@@ -95,12 +121,11 @@ def shell(harness: Harness, command: str) -> str:
 def tool_call(name: str, arguments: dict) -> str:
     """Return a turn with unusual JSON: a harness that parses and serialises it again sends other
     text back."""
-    pairs = ",".join(f'  "{key}" :  {_odd(value)}' for key, value in arguments.items())
-    call = f'{{"arguments":{{{pairs} }}, "name": "{name}"}}'
+    pairs = []
+    for key, value in arguments.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str):
+            text = text.replace("e", "\\u0065")
+        pairs.append(f'  "{key}" :  {text}')
+    call = f'{{"arguments":{{{",".join(pairs)} }}, "name": "{name}"}}'
     return f"<think>\nI call {name}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
-
-
-def _odd(value: object) -> str:
-    """Return JSON of a value. In a string every letter e is an escape."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text.replace("e", "\\u0065") if isinstance(value, str) else text

@@ -36,12 +36,9 @@ aider sends the files as they are now, before the conversation.
 def turns(name):
     """Return the model's replies to the agent."""
     if name == "aider":
-        # the first edit replaces a line that is not there, which aider answers with the file's real
-        # lines
-        return [
-            "So:\n\n" + _EDIT.format("hello\n", "héllo\n"),
-            "Then I make it.\n\n" + _EDIT.format("", "héllo\n"),
-        ]
+        # the first edit replaces a line that is not there: aider answers with the real lines
+        missed = _EDIT.format("hello\n", "héllo\n")
+        return [f"So:\n\n{missed}", "Then I make it.\n\n" + _EDIT.format("", "héllo\n")]
     program = PROGRAMS[name]
     file = {"CONTENT": "héllo\n", "notes-{n}.txt": "greeting.txt"}
     write = program.call(1, file) if program.writes else program.call(0, {"COMMAND": WRITE})
@@ -76,9 +73,11 @@ def program(request):
 
 
 def files(folder):
-    return {
-        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            found[path.relative_to(folder)] = path.read_bytes()
+    return found
 
 
 def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configuration_and_reruns(
@@ -94,30 +93,27 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configura
     assert "héllo" in (workspace / "greeting.txt").read_text()
     assert before.items() <= files(home).items()
 
-    session, calls, main = played.session, played.calls, played.main
+    session = played.session
+    calls = played.calls
+    main = played.main
     assert (session.status, session.harness) == ("completed", program.name)
     later = "rendered" if own_change else "bridged"
     assert [call.kind for call in main] == ["root", *[later] * (len(turns(program.name)) - 1)]
     assert not own_change or all(own_change in call.kind_reason for call in main[1:])
-    assert [call.status for call in calls] == ["completed"] * len(calls)
+    played.check_whole()
     sent = [request["token_ids"] for request in scripted_engine.requests]
     assert sorted(sent) == sorted(list(call.prompt_ids) for call in calls)
     traces, ledger = build_traces(calls, "prefix_merging")
     lines = [[call.call_id] for call in main] if own_change else [[call.call_id for call in main]]
     assert all(line in [trace.call_ids for trace in traces] for line in lines)
     ledger.check()
-    assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
     assert ledger.trained == sum(len(call.completion_ids) for call in main)
     assert played.kinds <= {"call_started", "refused", "ended"}
-    assert played.summary.uncaptured_calls == 0
 
     if not (DEEP or program.name in RERUN):
         return
-    for _ in range(
-        3
-        # on a busy machine qwen-code may lose the output of a command: a difference, and none of
-        # ours
-    ):
+    # on a busy machine qwen-code may lose the output of a command: a difference, and none of ours
+    for _ in range(3):
         again = run_rerun(program, INSTRUCTION, before, keys={})
         if "the tool's result is another one" not in again.stderr:
             break

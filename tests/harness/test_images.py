@@ -1,7 +1,6 @@
 """A policy that reads an image: the program goes on, and the model gets a text in its place."""
 
-import struct
-import zlib
+import base64
 
 import pytest
 
@@ -20,25 +19,18 @@ READ = {
 they do not know."""
 
 
-def png(side):
-
-    def chunk(kind, data):
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    rows = zlib.compress((b"\0" + b"\x80" * side) * side)
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    )
+GREY = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAAAAABWESUoAAAAFklEQVR4nGNoIAAYRhWMKhhVMFIVAABCAAAfNUt+"
+    "NwAAAABJRU5ErkJggg=="
+)
+"""A grey image of 32 x 32 pixels, as PNG."""
 
 
 @pytest.mark.parametrize("name", cases(READ, 0, 1))
 def test_a_program_whose_model_reads_an_image_goes_on(name, lead, record, workspace):
     tool, parameter = READ[name]
     image = workspace / "grey.png"
-    image.write_bytes(png(32))
+    image.write_bytes(GREY)
 
     def reply(prompt):
         if "<tools>" not in prompt:
@@ -54,5 +46,5 @@ def test_a_program_whose_model_reads_an_image_goes_on(name, lead, record, worksp
     assert [call.kind for call in main] == ["root", "bridged"]
     assert "[image/png, not shown: this model reads text]" in main[1].messages
     assert [event["call_id"] for event in played.of("hidden")] == [main[1].call_id]
-    summary = played.summary
-    assert (summary.hidden, summary.uncaptured_calls, summary.rejected) == (1, 0, 0)
+    assert (played.summary.hidden, played.summary.rejected) == (1, 0)
+    played.check_whole()

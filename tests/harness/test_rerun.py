@@ -1,6 +1,5 @@
 """A real program against its record: another version of it, and forks at each of its calls."""
 
-import json
 import os
 import subprocess
 
@@ -25,13 +24,10 @@ def test_an_older_version_of_a_program_diverges_where_it_asks_something_else(
     program = installed("pi")
     lead(greeting("pi"))
     record(ASKED, harness=program, keys={})
-    subprocess.run(
-        ["npm", "install", "--prefix", tmp_path / "older", "--no-audit", "--no-fund", OLDER],
-        check=True,
-    )
-    monkeypatch.setenv(
-        "PATH", f"{tmp_path / 'older' / 'node_modules' / '.bin'}:{os.environ['PATH']}"
-    )
+    older = tmp_path / "older"
+    install = ["npm", "install", "--prefix", older, "--no-audit", "--no-fund", OLDER]
+    subprocess.run(install, check=True)
+    monkeypatch.setenv("PATH", str(older / "node_modules" / ".bin"), prepend=os.pathsep)
     ended = run_rerun(program, ASKED, {}, keys={})
     assert ended.returncode == 3
     assert "0 of 3 recorded calls answered" in ended.stderr
@@ -45,6 +41,10 @@ TASK = Task(
 )
 
 
+def start_of(call):
+    return call.started_at
+
+
 @pytest.mark.parametrize("name", cases(["pi", "claude-code", "qwen-code"], 0))
 async def test_a_fork_at_each_call_asks_what_was_asked_then_token_for_token(
     name, lead, play, scripted_engine, tmp_path
@@ -53,47 +53,35 @@ async def test_a_fork_at_each_call_asks_what_was_asked_then_token_for_token(
 
     def reply(prompt):
         worked = prompt.count("<tool_response>")
-        show = (
-            "" if name == "qwen-code" else "; cat lines.txt"
-        )  # its shell loses an output at times
-        append = shell(harness, f"echo line {worked} >> lines.txt{show}")
-        return (
-            append if TASK.instruction in prompt and "<tools>" in prompt and worked < 2 else "Done."
-        )
+        if TASK.instruction not in prompt or "<tools>" not in prompt or worked == 2:
+            return "Done."
+        # the shell of Qwen Code loses an output at times
+        show = "" if name == "qwen-code" else "; cat lines.txt"
+        return shell(harness, f"echo line {worked} >> lines.txt{show}")
 
     lead(reply)
     played = await play(harness, TASK)
-    assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
+    played.check_won()
     assert len(played.main) == 3
-    calls = sorted(played.calls, key=lambda call: call.started_at)  # a side question is one of them
+    calls = sorted(played.calls, key=start_of)  # a side question is one of them
     for number, then in enumerate(calls):
         asked = len(scripted_engine.requests)
-        source = {
-            "run": str(played.run),
-            "session": then.session_id,
-            "until": then.started_at.isoformat(),
-        }
-        fork = await play(
-            harness, TASK, folder=tmp_path / f"fork{number}", rolltap_rerun=json.dumps(source)
-        )
-        assert (fork.session.status, fork.session.reward) == ("completed", 1.0), (
-            fork.session.error or fork.log
-        )
-        assert {event["call_id"] for event in fork.of("rerun")} == {
-            call.call_id for call in calls[:number]
-        }
-        own = sorted(fork.calls, key=lambda call: call.started_at)
+        folder = tmp_path / f"fork{number}"
+        fork = await play(harness, TASK, folder=folder, **played.until(then))
+        fork.check_won()
+        given = {event["call_id"] for event in fork.of("rerun")}
+        assert given == {call.call_id for call in calls[:number]}
+        own = sorted(fork.calls, key=start_of)
         assert [call.role for call in own] == [call.role for call in calls[number:]]
         # the record answers without the engine
-        assert [call.prompt_ids for call in own] == [
-            each["token_ids"] for each in scripted_engine.requests[asked:]
-        ]
-        prompts = own[0].prompt_ids, then.prompt_ids
+        sent = [request["token_ids"] for request in scripted_engine.requests[asked:]]
+        assert [call.prompt_ids for call in own] == sent
         if number:
-            assert prompts[0] == prompts[1]
+            assert own[0].prompt_ids == then.prompt_ids
         else:  # nothing is from the record: dates, ids and the folder are new
-            texts = (steady(scripted_engine.tokenizer.decode(prompt)) for prompt in prompts)
-            assert next(texts).replace("/fork0/", "/") == next(texts)
+            ours = steady(scripted_engine.tokenizer.decode(own[0].prompt_ids))
+            theirs = steady(scripted_engine.tokenizer.decode(then.prompt_ids))
+            assert ours.replace("/fork0/", "/") == theirs
         ledger = fork.summary.ledger
-        assert ledger.sampled == sum(len(call.completion_ids) for call in own)
+        assert ledger.sampled == fork.sampled
         assert ledger.trained == sum(len(call.completion_ids) for call in fork.main)

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,21 +51,29 @@ def results(found):
     return [line.result for line in found]
 
 
+def make_setting(folder, **fields):
+    """Return a setting with a model that is not there: the small form, or the one with GPUs."""
+    return plans.Setting(folder / "model", "vllm", not fields, folder, **fields)
+
+
 @pytest.fixture
 def setting(tmp_path):
-    """The small form, with a model that is not there."""
-    return plans.Setting(tmp_path / "model", "vllm", True, tmp_path)
+    return make_setting(tmp_path)
 
 
 @pytest.fixture
 def on_gpu(tmp_path):
-    """The whole form with one GPU, likewise."""
-    return plans.Setting(tmp_path / "model", "vllm", False, tmp_path, gpus=["0"])
+    return make_setting(tmp_path, gpus=["0"])
+
+
+def write_program(file, text):
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o700)
 
 
 class TestMachine:
     @pytest.fixture(autouse=True)
-    def programs(self, tmp_path, monkeypatch):
+    def program(self, tmp_path, monkeypatch):
         """Return a function that makes a program which prints a text. No other is on the PATH."""
         folder = tmp_path / "programs"
         folder.mkdir()
@@ -71,29 +81,27 @@ class TestMachine:
         for name in ("CC", "CUDA_VISIBLE_DEVICES"):
             monkeypatch.delenv(name, raising=False)
 
-        def make(name, printed=""):
-            program = folder / name
-            program.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{printed}\nEND\n")
-            program.chmod(0o700)
+        def program(name, printed=""):
+            write_program(folder / name, f"/bin/cat <<'END'\n{printed}\nEND")
 
-        return make
+        return program
 
-    def test_an_old_driver_fails_and_says_which_is_needed(self, programs):
-        programs("gcc")
-        programs("nvidia-smi", "0, NVIDIA H100 80GB HBM3, 81559, 575.57.08")
+    def test_an_old_driver_fails_and_says_which_is_needed(self, program):
+        program("gcc")
+        program("nvidia-smi", "0, NVIDIA H100 80GB HBM3, 81559, 575.57.08")
         found = named(machine.machine_lines(False))
         driver = found["machine: driver"]
         assert (driver.result, driver.measured, driver.limit) == ("failed", 575, 580)
-        assert driver.note.startswith("575.57.08: ")
-        assert driver.note.endswith("install the driver 580 or newer")
+        assert "575.57.08" in driver.note
+        assert "install the driver 580" in driver.note
         memory = found["machine: GiB of GPU 0"]
         assert (memory.result, memory.note) == ("passed", "NVIDIA H100 80GB HBM3")
         assert memory.measured == pytest.approx(79.6, abs=0.1)
 
-    def test_a_machine_with_all_of_it_passes_and_nvcc_is_a_remark(self, programs, monkeypatch):
-        programs("gcc")
+    def test_a_machine_with_all_of_it_passes_and_nvcc_is_a_remark(self, program, monkeypatch):
+        program("gcc")
         gpu = "NVIDIA H100, 81559, 580.65.06"
-        programs("nvidia-smi", f"0, {gpu}\n1, {gpu}")
+        program("nvidia-smi", f"0, {gpu}\n1, {gpu}")
         found = named(machine.machine_lines(False))
         assert set(results(found.values())) == {"passed"}
         assert found["machine: nvcc"].note.startswith("none")
@@ -104,22 +112,26 @@ class TestMachine:
 
     def test_what_is_missing_is_a_line_that_says_how_to_get_it(self, monkeypatch, tmp_path):
         monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
-        found = machine.machine_lines(False)
-        failed = {line.what: line.note for line in found if line.result == "failed"}
+        failed = {}
+        for line in machine.machine_lines(False):
+            if line.result == "failed":
+                failed[line.what] = line.note
         assert [*failed] == ["machine: driver", "machine: C compiler", "machine: Python headers"]
         assert "580" in failed.pop("machine: driver")
-        for note in failed.values():
-            assert "build-essential python3-dev" in note
+        assert all("build-essential python3-dev" in note for note in failed.values())
         assert set(results(machine.machine_lines(True))) == {"passed"}
 
-    def test_the_program_needs_nothing_but_python_and_ends_with_1_for_a_failed_line(self):
-        command = [sys.executable, "-S", "-E", GPU / "machine.py"]
-        small = subprocess.run([*command, "--cpu"], capture_output=True, text=True)
-        assert (small.returncode, small.stderr) == (0, "")
-        assert "machine: GPUs  passed  0" in small.stdout
-        whole = subprocess.run(command, capture_output=True, text=True)
-        assert whole.returncode == 1
-        assert "machine: driver  failed" in whole.stdout
+    @pytest.mark.parametrize(
+        ("options", "status", "printed"),
+        [(["--cpu"], 0, "machine: GPUs  passed  0"), ([], 1, "machine: driver  failed")],
+    )
+    def test_the_program_needs_nothing_but_python_and_ends_with_1_for_a_failed_line(
+        self, options, status, printed
+    ):
+        command = [sys.executable, "-S", "-E", GPU / "machine.py", *options]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (status, "")
+        assert printed in ended.stdout
 
 
 class TestCommand:
@@ -131,10 +143,9 @@ class TestCommand:
         with `status`. The function returns the status of check.sh and the lines that it prints.
         """
         for environment in ("rolltap", "gpu"):
-            python = tmp_path / environment / "bin" / "python"
-            python.parent.mkdir(parents=True)
-            python.write_text(f'#!/bin/sh\necho "{environment} runs $*"\n')
-            python.chmod(0o700)
+            folder = tmp_path / environment / "bin"
+            folder.mkdir(parents=True)
+            write_program(folder / "python", f'echo "{environment} runs $*"')
         folder = tmp_path / "recipes" / "gpu"
         folder.mkdir(parents=True)
         shutil.copy(GPU / "check.sh", folder)
@@ -168,36 +179,35 @@ class TestCommand:
         assert script("--cpu", "--trainer-only") == (0, half)
 
     def test_on_a_machine_with_a_gpu_it_installs_the_kernels(self, script):
-        status, printed = script("--trainer-only", gpu="GPU 0: NVIDIA H100")
-        assert (status, printed[0]) == (0, "made gpu")
-        assert printed[1].startswith("gpu runs recipes/gpu/check.py")
+        status, (made, runs) = script("--trainer-only", gpu="GPU 0: NVIDIA H100")
+        assert (status, made) == (0, "made gpu")
+        assert runs.startswith("gpu runs recipes/gpu/check.py")
 
     def test_it_installs_nothing_on_a_machine_that_lacks_something(self, script):
-        status, printed = script(status=1)
+        status, (printed,) = script(status=1)
         assert status == 1
-        assert len(printed) == 1
-        assert printed[0].startswith("this machine lacks something")
+        assert printed.startswith("this machine lacks something")
 
 
-class TestTable:
-    def test_a_number_passes_up_to_its_limit_or_from_it_on(self):
-        assert lines.at_most("a", 1, 1).result == lines.at_least("a", 1, 1).result == "passed"
-        assert lines.at_most("a", 2, 1).result == lines.at_least("a", 1, 2).result == "failed"
-        nothing = float("nan")
-        for line in (lines.at_most("a", nothing, 1), lines.at_least("a", nothing, 1)):
-            assert line.result == "failed"
-            assert json.loads(json.dumps(line.to_json(), allow_nan=False))["measured"] is None
+@pytest.mark.parametrize("make", [lines.at_most, lines.at_least])
+def test_what_is_not_a_number_fails_and_is_null_in_json(make):
+    line = make("a", math.nan, 1)
+    assert line.result == "failed"
+    assert json.loads(json.dumps(line.to_json(), allow_nan=False))["measured"] is None
+    assert make("a", 1, 1).result == "passed"
 
-    def test_the_table_shows_measured_planned_and_limit_and_text_as_it_is(self, capsys):
-        row = lines.at_least("serve: cache", 17.3, 18.9, "no [/] space", planned=21)
-        Console(width=120).print(check.table([row]))
-        *_, shown, _ = capsys.readouterr().out.splitlines()
-        cells = [cell.strip() for cell in shown.strip("│").split("│")]
-        assert cells == ["serve: cache", "failed", "17.3", "21", ">= 18.9", "no [/] space"]
 
-    def test_the_stages_are_those_that_the_first_page_lists_as_not_run_on_cuda(self):
-        listed = re.findall(r"^  - `(\w+)`", section("limits.md", "Limits"), re.MULTILINE)
-        assert listed == [name for name in check.STAGES if name not in ("machine", "verify")]
+def test_the_table_shows_measured_planned_and_limit_and_text_as_it_is(capsys):
+    row = lines.at_least("serve: cache", 17.3, 18.9, "no [/] space", planned=21)
+    Console(width=120).print(check.table([row]))
+    *_, shown, _ = capsys.readouterr().out.splitlines()
+    cells = [cell.strip() for cell in shown.strip("│").split("│")]
+    assert cells == ["serve: cache", "failed", "17.3", "21", ">= 18.9", "no [/] space"]
+
+
+def test_the_stages_are_those_that_the_first_page_lists_as_not_run_on_cuda():
+    listed = re.findall(r"^  - `(\w+)`", section("limits.md", "Limits"), re.MULTILINE)
+    assert listed == [name for name in check.STAGES if name not in ("machine", "verify")]
 
 
 class TestWalk:
@@ -250,7 +260,7 @@ class TestWalk:
         command = ["--cpu", "--trainer-only", "--out", str(out)]
         ended = CliRunner().invoke(check.main, command)
         assert ended.exit_code == 1
-        assert ended.stdout.splitlines()[-1].endswith(f"may be sent to the project: {out}")
+        assert str(out) in ended.stdout.splitlines()[-1]
         found = json.loads(out.read_text())
         rows = {row["what"]: row for row in found["checks"]}
         assert (rows["trainer"]["result"], rows["trainer"]["note"]) == ("failed", "no room")
@@ -266,9 +276,8 @@ class TestTrainer:
         found = named(check.trainer(setting))
         assert set(results(found.values())) == {"passed"}
         for case in ("paths", "windows"):  # on a GPU, soft caps and sinks too
-            assert (
-                found.pop(f"trainer: attention in bfloat16 against float32, {case}").measured < 0.01
-            )
+            line = found.pop(f"trainer: attention in bfloat16 against float32, {case}")
+            assert line.measured < 0.01
         for model in ("qwen3-tiny", "qwen3.5-tiny"):
             for way in ("packed", "padded"):
                 line = found.pop(f"trainer: gradients of {way} rows, float32, {model}")
@@ -282,10 +291,11 @@ class TestTrainer:
         def untouched(model, forest, dtype):
             model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
 
+        def twice_in_training(model):
+            return {"a": torch.ones(2) * (model.training + 1)}
+
         monkeypatch.setattr(trainer_half, "run", untouched)
-        monkeypatch.setattr(
-            trainer_half, "gradients_of", lambda model: {"a": torch.ones(2) * (model.training + 1)}
-        )
+        monkeypatch.setattr(trainer_half, "gradients_of", twice_in_training)
         monkeypatch.setattr(trainer_half, "plain_gradients", lambda *_: {"a": torch.ones(2)})
         monkeypatch.setattr(trainer_half, "probe", lambda *_: "a mixer leaks")
         folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
@@ -293,20 +303,18 @@ class TestTrainer:
         assert [(line.result, line.measured) for line in gradients] == [("failed", 1.0)] * 2
         assert (probe.result, probe.note) == ("failed", "a mixer leaks")
 
-    def test_graphs_that_are_compiled_after_the_second_length_are_counted(self):
+    @pytest.mark.parametrize(("dynamic", "number"), [(False, 2), (True, 0)])
+    def test_graphs_that_are_compiled_after_the_second_length_are_counted(self, dynamic, number):
         def double(x):
             return 2 * x
 
-        lengths = (3, 4, 5, 6)
-        for dynamic, number in ((False, 2), (True, 0)):
-            compiled = torch.compile(double, backend="eager", dynamic=dynamic)
-            assert (
-                trainer_half.recompilations(
-                    lambda n, compiled=compiled: compiled(torch.ones(n)), lengths
-                )
-                == number
-            )
-            torch.compiler.reset()
+        compiled = torch.compile(double, backend="eager", dynamic=dynamic)
+
+        def step(length):
+            compiled(torch.ones(length))
+
+        assert trainer_half.recompilations(step, (3, 4, 5, 6)) == number
+        torch.compiler.reset()
 
     # of PEFT
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -319,28 +327,24 @@ class TestTrainer:
         weights = always["weights"] + always["gradients"]
         peak = trainer_half.at(of_row.peak, 600)
         memory = {
-            "memory_allocated": iter([0, weights, weights]),
-            "max_memory_allocated": iter([weights + peak, weights + 3 * gib]),
-            "memory_reserved": iter([weights]),
-            "mem_get_info": iter([(trainer_half.at(of_row.peak, 900), 80 * gib)]),
+            "memory_allocated": [0, weights, weights],
+            "max_memory_allocated": [weights + peak, weights + 3 * gib],
+            "memory_reserved": [weights],
+            "mem_get_info": [(trainer_half.at(of_row.peak, 900), 80 * gib)],
         }
         for name, values in memory.items():
-            monkeypatch.setattr(torch.cuda, name, values.__next__)
+            monkeypatch.setattr(torch.cuda, name, Mock(side_effect=values))
         for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, lambda: None)
-        monkeypatch.setattr(
-            trainer_half,
-            "get_act_offloading_ctx_manager",
-            lambda *_, **__: contextlib.nullcontext(),
-        )
+            monkeypatch.setattr(torch.cuda, name, Mock())
+        offloading = Mock(return_value=contextlib.nullcontext())
+        monkeypatch.setattr(trainer_half, "get_act_offloading_ctx_manager", offloading)
         monkeypatch.setattr(trainer_half, "LENGTH", 600)
         found = named(trainer_half.size_lines(folder, trainer_half.LORA, "cpu"))
         name = "qwen3-tiny, LoRA"
-        held = found[f"trainer: GiB of weights and gradients, {name}"]
-        assert (held.result, held.measured) == ("passed", held.planned)
-        row = found[f"trainer: GiB of a row of 600 tokens, {name}"]
-        assert (row.result, row.measured) == ("passed", row.planned)
-        assert found[f"trainer: GiB of a row of 600 tokens, {name}, offloaded"].result == "failed"
+        of_row = f"trainer: GiB of a row of 600 tokens, {name}"
+        for what in (f"trainer: GiB of weights and gradients, {name}", of_row):
+            assert (found[what].result, found[what].measured) == ("passed", found[what].planned)
+        assert found[f"{of_row}, offloaded"].result == "failed"
         assert found[f"trainer: tokens a second, a row of 600 tokens, {name}"].measured > 0
         assert 800 < found[f"trainer: tokens of the longest row, {name}"].measured < 900
 
@@ -357,32 +361,37 @@ class TestTrainer:
         assert last.result == "failed"
         assert last.note.endswith("RuntimeError: no kernel")
 
-    def test_the_limit_of_float32_is_that_of_tf32_where_fla_runs(self, monkeypatch):
+    @pytest.mark.parametrize(
+        ("model", "device", "limit"),
+        [
+            ("qwen3.5-4b", "cuda", 5e-3),
+            ("qwen3.5-4b", "cpu", 1e-4),
+            ("qwen3-4b", "cuda", 1e-4),
+            ("qwen3-4b", "cpu", 1e-4),
+        ],
+    )
+    def test_the_limit_of_float32_is_that_of_tf32_where_fla_runs(
+        self, model, device, limit, monkeypatch
+    ):
         def kernels(model_type):
             return {LINEAR_ATTENTION: True} if model_type.startswith("qwen3_5") else {}
 
         monkeypatch.setattr(trainer_half, "kernels", kernels)
-        hybrid = QWEN3.with_name("qwen3.5-4b")
-        assert trainer_half.float32_limit(hybrid, "cuda") == 5e-3
-        for model, device in ((hybrid, "cpu"), (QWEN3, "cuda"), (QWEN3, "cpu")):
-            assert trainer_half.float32_limit(model, device) == 1e-4
+        assert trainer_half.float32_limit(QWEN3.with_name(model), device) == limit
 
     def test_a_model_without_room_on_the_gpu_is_a_failed_line(self, monkeypatch):
-        def full(*_):
-            raise torch.OutOfMemoryError("no room")
-            yield
-
+        full = Mock(side_effect=torch.OutOfMemoryError("no room"))
         monkeypatch.setattr(trainer_half, "size_lines", full)
         [line] = trainer_half.guarded_sizes(QWEN3, trainer_half.LORA)
         assert (line.result, line.what) == ("failed", "trainer: memory, qwen3-4b, LoRA")
 
-    def test_a_gpu_without_fla_is_a_failed_line(self, on_gpu, monkeypatch):
-        for importable, result in ((False, "failed"), (True, "passed")):
-            found = {LINEAR_ATTENTION: importable, "causal-conv1d": False}
-            monkeypatch.setattr(check, "packages", lambda found=found: found)
-            [line] = check.linear_attention(on_gpu)
-            assert line.result == result
-        assert line.note == LINEAR_ATTENTION
+    @pytest.mark.parametrize(("importable", "result"), [(False, "failed"), (True, "passed")])
+    def test_a_gpu_without_fla_is_a_failed_line(self, importable, result, on_gpu, monkeypatch):
+        found = {LINEAR_ATTENTION: importable, "causal-conv1d": False}
+        monkeypatch.setattr(check, "packages", lambda: found)
+        [line] = check.linear_attention(on_gpu)
+        assert line.result == result
+        assert LINEAR_ATTENTION in line.note
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +401,7 @@ def planned(tmp_path_factory):
     config = configuration("qwen3")
     config.max_position_embeddings = plans.CONTEXT
     config.save_pretrained(folder / "model")
-    setting = plans.Setting(folder / "model", "vllm", False, folder)
+    setting = make_setting(folder, gpus=[])
     found = {}
     for name in ("checkpoint", "lora", "ahead"):
         recipe = load_recipe(plans.write_recipe(setting, name))
@@ -414,11 +423,13 @@ class TestPlans:
         assert (recipe.publish, recipe.machine.shared_gpu) == ("lora", True)
         assert sum(planned["memory"]["row"].values()) < planned["memory"]["room"]
 
-    def test_a_recipe_publishes_in_memory_where_the_weights_fit(self, on_gpu, monkeypatch):
-        for room, folder in ((True, plans.SHARED_MEMORY), (False, None)):
-            monkeypatch.setattr(plans, "has_room", lambda weights, room=room: room)
-            recipe = load_recipe(plans.write_recipe(on_gpu, "lora", on_gpu.plans["lora"]))
-            assert recipe.publish_folder == folder
+    @pytest.mark.parametrize(("room", "folder"), [(True, plans.SHARED_MEMORY), (False, None)])
+    def test_a_recipe_publishes_in_memory_where_the_weights_fit(
+        self, room, folder, on_gpu, monkeypatch
+    ):
+        monkeypatch.setattr(plans, "has_room", lambda weights: room)
+        recipe = load_recipe(plans.write_recipe(on_gpu, "lora", on_gpu.plans["lora"]))
+        assert recipe.publish_folder == folder
 
     def test_more_sessions_run_ahead_than_in_the_other_trainings(self, setting):
         recipes = {name: load_recipe(plans.write_recipe(setting, name)) for name in plans.TRAININGS}
@@ -489,34 +500,45 @@ def step(of, value):
     return {f"{of}/root": value, "tokens/root": 90, f"{of}/bridged": value, "tokens/bridged": 10}
 
 
-def steps(before, moved, after):
+def steps(before, moved, after, grad_norm=0.1):
     """Metrics of two batches with two optimizer steps each."""
-    first = step("difference", before) | {"grad_norm": 0.1}
+    first = step("difference", before) | {"grad_norm": grad_norm}
     second = step("off_policy", moved)
     return [first, second, step("difference", after), second]
 
 
 class TestSteps:
-    def test_an_engine_that_did_not_apply_the_step_fails(self):
-        assert trainings.applied("lora", steps(0.01, 0.2, 0.02)).result == "passed"
-        for after in (0.2, 0.11, float("nan")):
-            line = trainings.applied("lora", steps(0.01, 0.2, after))
-            assert line.result == "failed"
-            assert "0.2 nats" in line.note
-
-    def test_a_step_that_does_not_show_tells_nothing_and_both_numbers_are_named(self):
-        line = trainings.applied("lora", steps(0.011, 0.03, 0.012))
-        assert line.result == "skipped"
-        assert "moved tokens by 0.03 nats, the base weights differ by 0.011" in line.note
-        assert trainings.applied("lora", [{}, {}, {}, {}]).result == "skipped"
-        assert trainings.applied("lora", [{}]).result == "failed"
-
-    def test_gradients_that_cancel_make_no_step(self):
-        metrics = steps(1e-8, 2e-7, 5e-7)
-        metrics[0]["grad_norm"] = 1e-9
+    @pytest.mark.parametrize(
+        ("metrics", "result", "note"),
+        [
+            (steps(0.01, 0.2, 0.02), "passed", ""),
+            (steps(0.01, 0.2, 0.2), "failed", "0.2 nats"),
+            (steps(0.01, 0.2, 0.11), "failed", "0.2 nats"),
+            (steps(0.01, 0.2, math.nan), "failed", "0.2 nats"),
+            (
+                steps(0.011, 0.03, 0.012),
+                "skipped",
+                "by 0.03 nats, the base weights differ by 0.011",
+            ),
+            ([{}, {}, {}, {}], "skipped", ""),
+            ([{}], "failed", ""),
+            (steps(1e-8, 2e-7, 5e-7, grad_norm=1e-9), "skipped", "gradients cancel"),
+        ],
+        ids=[
+            "applied",
+            "not applied",
+            "half applied",
+            "not a number",
+            "a step that does not show",
+            "nothing measured",
+            "too few steps",
+            "gradients that cancel",
+        ],
+    )
+    def test_an_engine_that_did_not_apply_the_step_fails(self, metrics, result, note):
         line = trainings.applied("lora", metrics)
-        assert line.result == "skipped"
-        assert "gradients cancel" in line.note
+        assert line.result == result
+        assert note in line.note
 
     def test_kinds_of_prompts_count_by_their_tokens(self):
         metrics = step("difference", 0.1) | {"difference/bridged": 1.1}
@@ -537,14 +559,9 @@ class TestSteps:
         assert (line.result, line.measured) == ("failed", pytest.approx(0.2))
 
     def test_a_step_takes_its_rollouts_its_publication_and_its_trainer(self):
-        first = {
-            "seconds_rollout": 5.0,
-            "seconds_publication": 0.5,
-            "seconds_training": 2.0,
-            "tokens_per_second": 50.0,
-        }
+        first = {"seconds_rollout": 5.0, "seconds_publication": 0.5, "seconds_training": 2.0}
         second = {"seconds_rollout": 3.0, "seconds_publication": 1.5, "seconds_training": 0.0}
-        seconds, tokens = trainings.speed("lora", [first, second])
+        seconds, tokens = trainings.speed("lora", [first | {"tokens_per_second": 50.0}, second])
         assert seconds.measured == pytest.approx(4 + 1 + 1)
         assert seconds.note == "of it rollout 4.0, publication 1.0, training 1.0"
         assert tokens.measured == 50.0
@@ -557,11 +574,9 @@ def test_with_one_gpu_the_lines_of_several_are_skipped_with_the_reason(on_gpu):
 
 def test_an_engine_that_does_not_start_is_a_failed_line(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_half, "SHARING", ())  # nothing is planned
-    python = tmp_path / "python"
-    python.symlink_to(sys.executable)
+    (tmp_path / "python").symlink_to(sys.executable)
     vllm = tmp_path / "vllm"
-    vllm.write_text("#!/bin/sh\necho no memory; exit 3\n")
-    vllm.chmod(0o700)
+    write_program(vllm, "echo no memory; exit 3")
     setting = plans.Setting(QWEN3, str(vllm), True, tmp_path)
     [line] = check.guarded("serve", engine_half.serve, setting)
     assert (line.what, line.result) == ("serve", "failed")
@@ -576,20 +591,16 @@ def first_day():
 
 class TestFirstDay:
     @pytest.fixture
-    def clone(self, tmp_path, monkeypatch):
-        """A folder with the recipes, and the model without its weights; the programs run there."""
-        model = tmp_path / "recipes" / "swe" / "Qwen3.5-4B"
-        shutil.copytree(ROOT / "recipes" / "swe", model.parent)
-        shutil.copytree(QWEN3.with_name("qwen3.5-4b"), model)
+    def recipe(self, tmp_path, monkeypatch):
+        """The recipe that the page's command makes, with its task, in a folder with the recipes and
+        the model without its weights; the programs run there."""
+        folder = tmp_path / "recipes" / "swe"
+        shutil.copytree(ROOT / "recipes" / "swe", folder)
+        shutil.copytree(QWEN3.with_name("qwen3.5-4b"), folder / "Qwen3.5-4B")
         monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
         monkeypatch.chdir(tmp_path)
-        return tmp_path
-
-    @pytest.fixture
-    def recipe(self, clone):
-        """The recipe that the page's command makes, with its task."""
         subprocess.run(["bash", "-c", first_day()[6]], check=True, capture_output=True)
-        return clone / "recipes" / "swe" / "first-day.toml"
+        return folder / "first-day.toml"
 
     def test_it_has_ten_commands_and_their_options_exist(self, recipe):
         commands = first_day()
@@ -597,14 +608,13 @@ class TestFirstDay:
         checked = []
         for command in commands:
             program, *arguments = shlex.split(command.partition(" > ")[0])
+            main = check.main if program.endswith("check.sh") else None
             if program == "rolltap":
-                name, *arguments = arguments
-                checked.append(name)
-                with load(name).make_context(name, arguments):
-                    pass
-            elif program.endswith("check.sh"):
+                program, *arguments = arguments
+                main = load(program)
+            if main is not None:
                 checked.append(program)
-                with check.main.make_context(program, arguments):
+                with main.make_context(program, arguments):
                     pass
         script = "recipes/gpu/check.sh"
         assert checked == [script, script, "train", "serve", "train"]

@@ -76,21 +76,19 @@ def test_ruff_finds_nothing_in_its_cells(name):
 
 
 def test_it_uses_the_public_page_and_few_other_packages(name, code):
-    imported, names = set(), set()
+    imported = set()
+    names = set()
     for node in ast.walk(ast.parse("\n".join(cell.source for cell in code))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module.partition(".")[0])
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "rolltap"
-        ):
-            names.add(node.attr)
-    expected, shown = (set(words.split()) for words in NAMES[name])
-    assert imported - sys.stdlib_module_names == expected
-    assert shown <= names <= set(rolltap.__all__)
+        match node:
+            case ast.Import(names=aliases):
+                imported |= {alias.name.partition(".")[0] for alias in aliases}
+            case ast.ImportFrom(module=module):
+                imported.add(module.partition(".")[0])
+            case ast.Attribute(value=ast.Name(id="rolltap"), attr=public):
+                names.add(public)
+    packages, shown = NAMES[name]
+    assert imported - sys.stdlib_module_names == set(packages.split())
+    assert set(shown.split()) <= names <= set(rolltap.__all__)
 
 
 @pytest.fixture
@@ -107,11 +105,12 @@ def execute(tmp_path, monkeypatch):
     def execute(path, read_back):
         notebook = nbformat.read(path, as_version=4)
         notebook.cells.append(new_code_cell(read_back))
-        NotebookClient(notebook, timeout=600, resources={"metadata": {"path": FOLDER}}).execute()
-        printed = [
-            output.text for output in notebook.cells[-1].outputs if output.get("name") == "stdout"
-        ]
-        return json.loads("".join(printed))
+        NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": FOLDER}}).execute()
+        printed = ""
+        for output in notebook.cells[-1].outputs:
+            if output.get("name") == "stdout":
+                printed += output.text
+        return json.loads(printed)
 
     return execute
 
@@ -134,30 +133,23 @@ def test_it_goes_from_a_task_to_a_gradient(execute, monkeypatch):
     monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
     executed = execute(FOLDER / "first_gradient.ipynb", READ_BACK)
     run = rolltap.open_run(executed["run"])
-    sessions, calls = run.sessions(), run.calls
+    sessions = run.sessions()
+    calls = run.calls
     assert {session.status for session in sessions} == {"completed"}
     assert {session.reward for session in sessions} == {0.0, 1.0}
     # the model looks around, counts and submits, and skips the first turn in one session of a
     # hundred
-    submits = [
-        ["COMPLETE_TASK" in (call.reply or "") for call in calls[session.session_id]]
-        for session in sessions
-    ]
-    assert all(each.index(True) == len(each) - 1 for each in submits)
-    assert max(map(len, submits)) >= 3
+    for session in sessions:
+        submits = ["COMPLETE_TASK" in (call.reply or "") for call in calls[session.session_id]]
+        assert submits.index(True) == len(submits) - 1
+    assert max(map(len, calls.values())) >= 3
     assert run.verify(progress=False).findings == []  # every call that began is recorded
 
-    assert (
-        executed["sampled"]
-        == sum(len(call.completion_ids) for recorded in calls.values() for call in recorded)
-        > 0
-    )
-    assert executed["sampled"] == executed["trained"] + sum(executed["left_out"].values())
-    assert (
-        executed["trained"]
-        == executed["masked"]
-        == executed["tokens_trained"] + executed["no_signal"]
-    )
+    sampled = sum(len(call.completion_ids) for recorded in calls.values() for call in recorded)
+    assert executed["sampled"] == sampled > 0
+    assert sampled == executed["trained"] + sum(executed["left_out"].values())
+    with_signal = executed["tokens_trained"] + executed["no_signal"]
+    assert executed["trained"] == executed["masked"] == with_signal
     assert executed["tokens_trained"] > 0
 
     assert math.isfinite(executed["gradient_norm"])
