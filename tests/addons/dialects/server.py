@@ -60,11 +60,12 @@ class Server:
     def _answer(self, dialect, service, request, target):
         if service == "models":
             return httpx.Response(200, content=dialect.encode_models(target, MODELS, 5))
-        self.calls.append(self.decode(dialect, request.content, target))
+        call = self.decode(dialect, request.content, target)
+        self.calls.append(call)
         if service == "count_tokens":
             return httpx.Response(200, content=dialect.encode_token_count(42))
-        context = ReplyContext("c9", NOW, target, self.calls[-1], prompt_tokens=USAGE.prompt)
-        if self.calls[-1].stream:
+        context = ReplyContext("c9", NOW, target, call, prompt_tokens=USAGE.prompt)
+        if call.stream:
             encoder = dialect.stream_encoder(context)
             headers = {"content-type": encoder.content_type}
             return httpx.Response(200, headers=headers, content=self._events(encoder))

@@ -5,21 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.claude_code import is_claude_code, normal_arguments
+from rolltap.addons.dialects.tools import function_tool
 
-EDIT = {
-    "type": "function",
-    "function": {
-        "name": "edit",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "all": {"type": "boolean", "default": False},
-                "at": {"default": 5},
-                "text": {},
-            },
-        },
-    },
-}
+PROPERTIES = {"all": {"type": "boolean", "default": False}, "at": {"default": 5}, "text": {}}
+EDIT = function_tool("edit", "", {"type": "object", "properties": PROPERTIES})
 REWRITTEN = {
     "defaults added": ({"text": "b"}, {"text": "b", "all": False, "at": 5}),
     "defaults left out": ({"text": "b", "all": False, "at": 5.0}, {"text": "b"}),
@@ -60,18 +49,19 @@ def test_different_arguments_are_not_equal(issued, echoed):
     assert normal_arguments(issued, EDIT) != normal_arguments(echoed, EDIT)
 
 
+def containers(inner):
+    return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+
+
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), containers
 )
 
 
 @given(anything, anything)
 def test_schemas_of_any_kind_are_read(properties, parameters):
     for schema in ({"properties": properties}, {"properties": {"a": properties}}, parameters):
-        tool = {"type": "function", "function": {"name": "edit", "parameters": schema}}
+        tool = function_tool("edit", "", schema)
         assert normal_arguments({"b": 1}, tool) in ({"b": "1"}, {})
 
 
