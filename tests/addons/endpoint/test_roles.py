@@ -1,6 +1,5 @@
 """The role of a call, from its request and from the earlier calls of its session."""
 
-import json
 from datetime import timedelta
 from typing import ClassVar
 
@@ -37,89 +36,94 @@ def without_tools(*ending):
 
 
 @pytest.mark.parametrize(
-    ("asked", "headers", "earlier", "expected"),
+    ("header", "value", "expected"),
     [
-        (call(), {}, {}, "agent"),
-        (call(tools=[]), {}, {}, "agent"),
-        # headers of harnesses
-        (call(), {"x-claude-code-request-class": "main"}, {}, "agent"),
-        (call(), {"x-claude-code-request-class": "subagent"}, {}, "subagent"),
-        (call(), {"x-claude-code-request-class": "compaction"}, {}, "compaction"),
-        (call(), {"x-claude-code-agent-id": "a1"}, {}, "subagent"),
-        (call(), {"x-codex-parent-thread-id": "t1"}, {}, "subagent"),
-        (call(), {"x-openai-subagent": "collab_spawn"}, {}, "subagent"),
-        (call(), {"x-parent-session-id": "s1"}, {}, "subagent"),
-        (call(), {"x-interaction-type": "conversation-subagent"}, {}, "subagent"),
-        (call(), {"x-interaction-type": "conversation-agent"}, {}, "agent"),
-        (call(), {"x-codex-turn-metadata": json.dumps({"request_kind": "turn"})}, {}, "agent"),
-        (
-            call(),
-            {"x-codex-turn-metadata": json.dumps({"request_kind": "compaction"})},
-            {},
-            "compaction",
-        ),
-        (call(), {"x-codex-turn-metadata": "not JSON"}, {}, "agent"),
-        (call(), {"x-codex-turn-metadata": "[1]"}, {}, "agent"),
-        (call(), {"x-codex-turn-metadata": "[" * 8000}, {}, "agent"),
-        # Gemini CLI's sub-agents have a tool of their own
-        (call(tools=[TOOL, COMPLETE]), {"user-agent": "GeminiCLI/0.61.0/gemini"}, {}, "subagent"),
-        (call(tools=[TOOL, COMPLETE]), {"user-agent": "mine/1.0"}, {}, "agent"),
+        ("x-claude-code-request-class", "main", "agent"),
+        ("x-claude-code-request-class", "subagent", "subagent"),
+        ("x-claude-code-request-class", "compaction", "compaction"),
+        ("x-claude-code-agent-id", "a1", "subagent"),
+        ("x-codex-parent-thread-id", "t1", "subagent"),
+        ("x-openai-subagent", "collab_spawn", "subagent"),
+        ("x-parent-session-id", "s1", "subagent"),
+        ("x-interaction-type", "conversation-subagent", "subagent"),
+        ("x-interaction-type", "conversation-agent", "agent"),
+        ("x-codex-turn-metadata", '{"request_kind": "turn"}', "agent"),
+        ("x-codex-turn-metadata", '{"request_kind": "compaction"}', "compaction"),
+        ("x-codex-turn-metadata", "not JSON", "agent"),
+        ("x-codex-turn-metadata", "[1]", "agent"),
+        ("x-codex-turn-metadata", "[" * 8000, "agent"),
+    ],
+)
+def test_headers_of_harnesses_name_a_role(header, value, expected):
+    found = role(call(), {header: value})
+    assert found.role == expected
+    assert bool(found.evidence) == (expected != "agent")
+    assert role(call(schema={}, tools=[]), {header: value}).role == "auxiliary"
+
+
+@pytest.mark.parametrize(
+    ("asked", "earlier", "expected"),
+    [
+        (call(), {}, "agent"),
+        (call(tools=[]), {}, "agent"),
         # fields of the request; Qwen Code's prompt id
-        (call(client_metadata={"metadata.promptId": "s########0"}), {}, {}, "agent"),
-        (call(client_metadata={"metadata.promptId": "s#explore-call_1#2"}), {}, {}, "subagent"),
-        (call(client_metadata={"metadata.promptId": "s"}), {}, {}, "agent"),
-        (call(client_metadata={"compaction": "trigger"}), {}, {}, "compaction"),
+        (call(client_metadata={"metadata.promptId": "s########0"}), {}, "agent"),
+        (call(client_metadata={"metadata.promptId": "s#explore-call_1#2"}), {}, "subagent"),
+        (call(client_metadata={"metadata.promptId": "s"}), {}, "agent"),
+        (call(client_metadata={"compaction": "trigger"}), {}, "compaction"),
         # first words of known system prompts
         (
             call(system="You are a title generator. You output ONLY a title.", tools=[]),
             {},
-            {},
             "auxiliary",
         ),
-        (call(system=COMPACTS, tools=[]), {}, {}, "compaction"),
+        (call(system=COMPACTS, tools=[]), {}, "compaction"),
         (
             call(system="You are a coding agent. You are a title generator at times.", tools=[]),
-            {},
             {},
             "agent",
         ),
         # a call that is sampled under a grammar has no role that is trained
-        (call(schema={}, tools=[]), {}, {"tools": True, "role": "agent"}, "auxiliary"),
-        (call(schema={}), {}, AFTER_TOOLS, "agent"),
-        (call(schema={}, tools=[]), {"x-openai-subagent": "collab_spawn"}, {}, "auxiliary"),
-        (call(schema={}, tools=[]), {"x-claude-code-request-class": "compaction"}, {}, "auxiliary"),
-        (call(schema={}, tools=[], client_metadata={"compaction": "trigger"}), {}, {}, "auxiliary"),
-        (call(schema={}, tools=[], system=COMPACTS), {}, {}, "auxiliary"),
+        (call(schema={}, tools=[]), {"tools": True, "role": "agent"}, "auxiliary"),
+        (call(schema={}), AFTER_TOOLS, "agent"),
+        (call(schema={}, tools=[], client_metadata={"compaction": "trigger"}), {}, "auxiliary"),
+        (call(schema={}, tools=[], system=COMPACTS), {}, "auxiliary"),
         # a conversation keeps its role
-        (call(), {}, {"tools": True, "role": "subagent"}, "subagent"),
+        (call(), {"tools": True, "role": "subagent"}, "subagent"),
         *(
-            (call(), {}, {"tools": True, "role": role}, "agent")
+            (call(), {"tools": True, "role": role}, "agent")
             for role in ("agent", "compaction", "auxiliary")
         ),
         # it begins while a tool call waits
-        (call(), {}, {"tools": True, "waiting": "c1"}, "subagent"),
-        (call(tools=[]), {}, {"tools": True, "waiting": "c1"}, "auxiliary"),
-        (call(system="You are a title generator"), {}, {"waiting": "c1"}, "auxiliary"),
+        (call(), {"tools": True, "waiting": "c1"}, "subagent"),
+        (call(tools=[]), {"tools": True, "waiting": "c1"}, "auxiliary"),
+        (call(system="You are a title generator"), {"waiting": "c1"}, "auxiliary"),
         # without tools it is a side question, unless it holds an agent's reply or gives a tool's
         # result
-        (call(), {}, AFTER_TOOLS, "agent"),
-        (call(tools=[]), {}, AFTER_TOOLS, "auxiliary"),
-        (call(tools=[]), {}, {"tools": True, "role": "agent"}, "agent"),
-        (call(tools=[]), {}, {"tools": True, "role": "subagent"}, "subagent"),
-        (call(tools=[]), {}, {"tools": True, "role": "auxiliary"}, "auxiliary"),
-        (without_tools(), {}, AFTER_TOOLS, "agent"),
-        (without_tools({"role": "user", "content": "Now answer."}), {}, AFTER_TOOLS, "agent"),
+        (call(), AFTER_TOOLS, "agent"),
+        (call(tools=[]), AFTER_TOOLS, "auxiliary"),
+        (call(tools=[]), {"tools": True, "role": "agent"}, "agent"),
+        (call(tools=[]), {"tools": True, "role": "subagent"}, "subagent"),
+        (call(tools=[]), {"tools": True, "role": "auxiliary"}, "auxiliary"),
+        (without_tools(), AFTER_TOOLS, "agent"),
+        (without_tools({"role": "user", "content": "Now answer."}), AFTER_TOOLS, "agent"),
         (
             without_tools(ANSWER, {"role": "user", "content": "A title?"}),
-            {},
             AFTER_TOOLS,
             "auxiliary",
         ),
     ],
 )
-def test_the_role_of_a_call_has_evidence_unless_it_is_the_agents(asked, headers, earlier, expected):
-    found = role(asked, headers, **earlier)
+def test_the_role_of_a_call_has_evidence_unless_it_is_the_agents(asked, earlier, expected):
+    found = role(asked, **earlier)
     assert (found.role, bool(found.evidence)) == (expected, expected != "agent")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"), [("GeminiCLI/0.61.0/gemini", "subagent"), ("mine/1.0", "agent")]
+)
+def test_gemini_clis_sub_agents_have_a_tool_of_their_own(program, expected):
+    assert role(call(tools=[TOOL, COMPLETE]), {"user-agent": program}).role == expected
 
 
 def test_the_evidence_says_why():

@@ -43,53 +43,45 @@ def without_digests(rows):
     return [{name: value for name, value in row.items() if name != "digest"} for row in rows]
 
 
+def commits(run):
+    """Return the number of commits of each file of calls."""
+    return [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")]
+
+
 def call_ids(run):
     return [row["call_id"] for row in read_rows(run, "calls")]
 
 
 class TestRunWriter:
-    def test_a_commit_can_be_read_while_the_writer_goes_on(self, run):
-        with RunWriter(run) as writer:
-            for number in range(3):
-                writer.add_call(make_call(number))
-                assert call_ids(run) == [str(k) for k in range(number + 1)]
-
-    def test_each_table_has_its_rows(self, run):
+    def test_each_table_has_its_rows_as_the_writer_and_datasets_know_them(self, run):
         event = Event(kind="refused", host="example.com", method="GET", path="/")
         rows = {"calls": make_call(0), "sessions": SESSION, "events": event}
-        factories.add_rows(run, *rows.values())
-        for table, row in rows.items():
-            assert without_digests(read_rows(run, table)) == [row.to_row()]
+        with RunWriter(run) as writer:
+            writer.add_call(rows["calls"])
+            writer.add_session(SESSION)
+            writer.add_event(event)
+            for table, row in rows.items():
+                (path,) = run_files(run, table)
+                assert without_digests(read_rows(run, table)) == [row.to_row()]
+                assert without_digests(Dataset.from_file(str(path))) == [row.to_row()]
 
-    def test_several_writers_share_a_run(self, run):
+    def test_several_writers_share_a_run_and_commits_can_be_read_meanwhile(self, run):
         with RunWriter(run) as one, RunWriter(run) as other:
             for number in range(6):
                 (other if number % 2 else one).add_call(make_call(number))
+                assert len(call_ids(run)) == number + 1
         assert call_ids(run) == ["0", "2", "4", "1", "3", "5"]
-
-    def test_no_files_before_the_first_row(self, run):
-        RunWriter(run).close()
-        assert [path.name for path in run.iterdir()] == ["run.json"]
-
-    def test_datasets_opens_the_files_as_they_are(self, run):
-        path = write_calls(run, range(3))
-        dataset = Dataset.from_file(str(path))
-        assert dataset.num_rows == 3
-        assert dataset["completion_ids"][:] == [[3, 0], [3, 1], [3, 2]]
-        assert without_digests(dataset) == [make_call(number).to_row() for number in range(3)]
 
 
 @pytest.fixture
 def disk(monkeypatch):
     """Patch writes. Return whether the disk is `full`, and of `fdatasync` the tables that it
-    `synced`, the `error` that it raises, and a hook called `before`."""
-    disk = SimpleNamespace(full=False, synced=[], error=None, before=lambda: None)
+    `synced`, and a hook called `before`."""
+    disk = SimpleNamespace(full=False, synced=[], before=lambda: None)
     real_sync, real_write = os.fdatasync, os.pwrite
 
     def fdatasync(descriptor):
         disk.before()
-        if disk.error:
-            raise disk.error
         real_sync(descriptor)
         disk.synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
 
@@ -122,21 +114,21 @@ class TestFailedCommit:
         assert caplog.records == []
         writer.end_session()
         assert disk.synced == ["calls", "calls"]
-        assert [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")] == [1, 1]
+        assert commits(run) == [1, 1]
         writer.close()
 
-    def test_a_commit_after_a_failed_first_one_can_be_read(self, run, disk):
-        with RunWriter(run) as writer:
-            fail_to_add(writer, disk, 0)
-            writer.add_call(make_call(1))
+    def test_a_failed_first_commit_leaves_no_file_and_the_next_one_can_be_read(
+        self, run, disk, caplog
+    ):
+        RunWriter(run).close()
+        for numbers in ([], [1]):
+            with RunWriter(run) as writer:
+                fail_to_add(writer, disk, 0)
+                assert [path.name for path in run.iterdir()] == ["run.json"]
+                for number in numbers:
+                    writer.add_call(make_call(number))
         assert call_ids(run) == ["1"]
-
-    def test_a_writer_whose_first_commit_failed_closes_quietly(self, run, disk, caplog):
-        writer = RunWriter(run)
-        fail_to_add(writer, disk, 0)
-        writer.close()
         assert caplog.records == []
-        assert [path.name for path in run.iterdir()] == ["run.json"]
 
 
 class TestSync:
@@ -166,17 +158,23 @@ class TestSync:
 
     def test_a_sync_during_another_one_waits_and_needs_no_fdatasync_of_its_own(self, run, disk):
         writer = writing(run, "call", 0)
-        other = threading.Thread(target=writer.sync)
+        on_disk = []
+
+        def sync():
+            writer.sync()
+            on_disk.append([*disk.synced])
+
+        other = threading.Thread(target=sync)
 
         def busy():
             disk.before = lambda: None
             other.start()
-            other.join(timeout=0.1)
-            assert other.is_alive()
+            other.join(timeout=0.1)  # it has the time to return, and must not
 
         disk.before = busy
         writer.sync()
         other.join()
+        assert on_disk == [["calls"]]
         assert disk.synced == ["calls"]
         writer.close()
 
@@ -197,18 +195,18 @@ class TestSync:
         self, run, disk
     ):
         writer = writing(run, "call", 0, 1)
-        disk.error = OSError(errno.EIO, "Input/output error")
-        with pytest.raises(
-            OSError, match=r"may not be on the disk \(.*Input/output error\): stop the recorder"
-        ):
+
+        def fail():
+            disk.before = lambda: None
+            raise OSError(errno.EIO, "Input/output error")
+
+        disk.before = fail
+        why = r"may not be on the disk \(.*Input/output error\): stop the recorder"
+        with pytest.raises(OSError, match=why):
             writer.sync()
-        disk.error = None
-        for attempt in (
-            writer.sync,
-            writer.end_session,
-            lambda: writer.add_call(make_call(2)),
-            writer.close,
-        ):
+        with pytest.raises(OSError, match="may not be on the disk"):
+            writer.add_call(make_call(2))
+        for attempt in (writer.sync, writer.end_session, writer.close):
             with pytest.raises(OSError, match="may not be on the disk"):
                 attempt()
         assert call_ids(run) == ["0", "1"]
@@ -222,9 +220,7 @@ class TestEndSession:
         for number in range(6):
             writer.add_call(make_call(number))
             writer.end_session()
-            batches.append(
-                [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")]
-            )
+            batches.append(commits(run))
         assert batches == [[1], [2], [1], [1, 1], [1, 2], [1, 1]]
         assert call_ids(run) == [str(number) for number in range(6)]
         writer.close()
