@@ -252,20 +252,20 @@ LIMITS = {
     "disk": Limits(disk_gib=0.0625),
     "processes": Limits(processes=40),
 }
-_STAY = "sleep 60"
+_STAY = "sleep 600"
 _FILLS = {
     "memory": {
-        "fill memory": python("import time; x = bytearray(1 << 28); time.sleep(60)"),
+        "fill memory": python("import time; x = bytearray(1 << 28); time.sleep(600)"),
         "fill memory of many": python(
             # ends by itself where the kernel kills one of them before anybody polls
             "import os, sys, time\nif all(os.fork() for _ in range(7)): sys.exit(os.wait()[1] !="
-            " 0)\nx = bytearray(30 << 20); time.sleep(60)"
+            " 0)\nx = bytearray(30 << 20); time.sleep(600)"
         ),
         "fill files in memory without a name": python("""
 import os, time
 f = os.memfd_create("x")
 for _ in range(200): os.write(f, bytes(1 << 20))
-time.sleep(60)
+time.sleep(600)
 """),
     },
     "disk": {
@@ -276,22 +276,22 @@ import os, time
 files = []
 for name in range(3):
     files.append(open("f", "wb")); os.unlink("f"); files[-1].write(bytes(30 << 20)); files[-1].flush()
-time.sleep(60)
+time.sleep(600)
 """),
         "fill disk by deep folders": python("""
 import os, time
 for _ in range(1500): os.mkdir("d" * 20); os.chdir("d" * 20)
 for name in range(80): open(str(name), "wb").write(bytes(1 << 20))
-time.sleep(60)
+time.sleep(600)
 """),
         "fill the log": f"yes | head -c 60M; yes | head -c 60M; {_STAY}",
     },
     "processes": {
-        "fill processes": f"for i in $(seq 100); do sleep 60 & done; {_STAY}",
+        "fill processes": f"for i in $(seq 100); do sleep 600 & done; {_STAY}",
         "fill threads": python("""
 import threading, time
-for _ in range(100): threading.Thread(target=time.sleep, args=[60], daemon=True).start()
-time.sleep(60)
+for _ in range(100): threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+time.sleep(600)
 """),
     },
 }

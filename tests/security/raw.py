@@ -43,9 +43,15 @@ def address(recorder):
 
 
 def credentials(user="s1", password="x"):
-    return (
-        b"Proxy-Authorization: Basic " + base64.b64encode(f"{user}:{password}".encode()) + b"\r\n"
-    )
+    given = base64.b64encode(f"{user}:{password}".encode())
+    return b"Proxy-Authorization: Basic " + given + b"\r\n"
+
+
+def request(target, *, host=None, more=b""):
+    """Return the bytes of a request for a path, or, without a tunnel, for an address."""
+    host = host or target.removeprefix("http://").partition("/")[0]
+    head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    return head.encode() + more + b"\r\n"
 
 
 def plain(recorder):
@@ -72,9 +78,9 @@ def read_head(connection):
     return received
 
 
-def ask(recorder, sent, read=read_head):
-    """Return what is read after bytes on a connection of their own."""
-    with plain(recorder) as connection:
+def ask(recorder, sent, read=read_head, *, tunnel_to=None):
+    """Return what is read after bytes on a connection of their own, or in a tunnel."""
+    with tunnel(recorder, tunnel_to) if tunnel_to else plain(recorder) as connection:
         connection.sendall(sent)
         return read(connection)
 
@@ -82,9 +88,8 @@ def ask(recorder, sent, read=read_head):
 def tunnel(recorder, authority, more=b"", user="s1"):
     """Return a connection in which CONNECT has succeeded."""
     connection = plain(recorder)
-    connection.sendall(
-        b"CONNECT " + authority.encode() + b" HTTP/1.1\r\n" + credentials(user) + b"\r\n" + more
-    )
+    head = f"CONNECT {authority} HTTP/1.1\r\n".encode() + credentials(user)
+    connection.sendall(head + b"\r\n" + more)
     head = read_head(connection)
     assert head.startswith(b"HTTP/1.1 200"), head
     return connection
@@ -99,24 +104,21 @@ def over_tls(connection, recorder, sni, alpn=("http/1.1",)):
     return context.wrap_socket(connection, server_hostname=sni)
 
 
+HEAD = b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n"
+
+
 def call(text="Hello", user="s1", **fields):
     """Return the bytes of a model call without a tunnel."""
     body = json.dumps({**HELLO, "messages": [{"role": "user", "content": text}], **fields}).encode()
-    head = (
-        b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n"
-        + credentials(user)
-    )
-    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    length = b"Content-Length: %d\r\n\r\n" % len(body)
+    return HEAD + credentials(user) + length + body
 
 
-def upgrade(url, user="s1", more=b""):
+def upgrade(url):
     """Return the bytes that ask for a WebSocket."""
-    head = (
-        f"GET http://{url} HTTP/1.1\r\nHost: {url.partition('/')[0]}\r\nConnection:"
-        " upgrade\r\nUpgrade: websocket\r\n"
-    )
-    key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-    return head.encode() + key + credentials(user) + more + b"\r\n"
+    head = f"GET http://{url} HTTP/1.1\r\nHost: {url.partition('/')[0]}\r\n".encode()
+    head += b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    return head + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n" + credentials() + b"\r\n"
 
 
 @contextmanager
@@ -133,12 +135,15 @@ class Server:
 
     def __init__(self, host, port, answer, certificate):
         self._socket = socket.create_server((host, port))
-        self.host, self.port = self._socket.getsockname()[:2]
+        self.host = host
+        self.port = self._socket.getsockname()[1]
+        self.name = f"{host}:{self.port}"
         self.answer = answer
-        self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if certificate else None
-        if self._tls:
-            self._tls.load_cert_chain(certificate)
         self.connections = []
+        self._tls = None
+        if certificate:
+            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self._tls.load_cert_chain(certificate)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self):
@@ -152,10 +157,9 @@ class Server:
     def _answer(self, connection):
         position = len(self.connections)
         self.connections.append(b"")
-        with (
-            suppress(OSError),
-            self._tls.wrap_socket(connection, True) if self._tls else connection as connection,
-        ):
+        with suppress(OSError), connection:
+            if self._tls:
+                connection = self._tls.wrap_socket(connection, True)
             while data := connection.recv(65536):
                 if not self.connections[position]:
                     connection.sendall(self.answer)
