@@ -342,30 +342,35 @@ def test_prepared_sessions_wait_in_a_buffer_of_bounded_size():
 
 
 def test_sessions_that_wait_for_a_judge_hold_back_new_ones():
-    queue = queue_of(ONE)
+    queue = queue_of(Slots(preparing=1, ready=1, running=1, judging=1))
     queue.submit("g", list("abcd"))
-    for session_id in "abc":
-        queue.advance(0)
-        queue.prepared(session_id)
-        queue.advance(0)
-        queue.ran(session_id)
-    queue.advance(0)  # a is judged, b and c wait
-    queue.prepared("d")
-    assert names(queue.advance(0), "run") == []
+    assert names(queue.advance(0), "prepare") == ["a"]
+    queue.prepared("a")
+    assert names(queue.advance(0), "run") == ["a"]
+    queue.prepared("b")
+    queue.ran("a")
+    assert names(queue.advance(0), "judge") == ["a"]  # and b runs
+    queue.prepared("c")
+    queue.ran("b")
+    assert queue.advance(0) == []  # none runs and none is prepared while b waits
     queue.ended("a", 0)
-    assert names(queue.advance(0), "judge") == ["b"]
+    assert [action.kind for action in queue.advance(0)] == ["judge", "run", "prepare"]
 
 
-def test_no_more_are_prepared_while_slow_judges_hold_new_ones_back():
-    queue = queue_of(Slots(preparing=8, ready=4, running=8, judging=1))
-    queue.submit("g", [f"s-{number}" for number in range(200)])
-    for _ in range(60):
-        for action in queue.advance(0):
-            if action.kind == "prepare":
-                queue.prepared(action.session_id)
-            elif action.kind == "run":
-                queue.ran(action.session_id)
-    assert queue.counts["ready"] <= 4 + 8
+def test_a_session_that_is_stopped_takes_no_further_slot():
+    queue = queue_of(ONE)
+    queue.submit("g", ["a"])
+    queue.advance(0)
+    queue.prepared("a")
+    queue.cancel("a")
+    assert queue.advance(0) == [Action("stop", "g", "a")]
+
+
+def test_a_single_node_prepares_the_next_group_while_it_runs():
+    queue = queue_of(Slots(preparing=2, ready=1, running=1, judging=1))
+    queue.submit("g", ["g0"])
+    queue.submit("h", ["h0"])
+    assert begun(queue) == {"g0": "a", "h0": "a"}
 
 
 @pytest.mark.parametrize(
