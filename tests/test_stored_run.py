@@ -22,13 +22,13 @@ from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training.attempt import online_fingerprint, require_same_fingerprint
 from rolltap.trainer.training.recipe import load_recipe
 from tests.scripted_engine import Say
-from tests.trainer.cli.program import run_rolltap as run_rolltap
+from tests.trainer.cli.program import run_rolltap
 
 STORED = Path(__file__).with_name("stored_run")
 EXPORTS = STORED / "exports"
 ASK = (
     "import httpx; httpx.post('https://api.openai.com/v1/chat/completions', json={'messages': []},"
-    " timeout=60)"
+    " timeout=600)"
 )
 
 RECIPE = """
@@ -89,14 +89,12 @@ def test_its_traces_and_their_ledger_are_the_same(run, tmp_path):
 
 def test_only_what_is_missing_of_its_groups_is_run():
     keys = group_keys(STORED / "run")
-    recorded = Recorded(
-        [*load_sessions(STORED / "run").values(), *interrupted_sessions(STORED / "run")]
-    )
+    sessions = load_sessions(STORED / "run").values()
+    recorded = Recorded([*sessions, *interrupted_sessions(STORED / "run")])
     missing = {}
     for name in ("right", "fails", "waits"):
-        group = recorded.group(
-            rolltap.Task(id=name, instruction="-", evaluate=["true"]), keys[name], 2, further=False
-        )
+        task = rolltap.Task(id=name, instruction="-", evaluate=["true"])
+        group = recorded.group(task, keys[name], 2, further=False)
         missing[name] = recorded.missing(group).session_ids
     assert missing == {
         "right": [],
@@ -109,26 +107,18 @@ def test_a_rollout_goes_on_with_its_groups_unless_a_part_of_their_key_changed(
     run, scripted_engine, tokenizer_folder, tmp_path
 ):
     scripted_engine.otherwise = lambda request: Say("Hello")
-    task = {
-        "id": "right",
-        "instruction": "List the files.",
-        "evaluate": ["sh", "-c", "cat answer.txt"],
-    }
+    task = {"id": "right", "instruction": "List the files.", "evaluate": ["sh", "-c", "cat answer.txt"]}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
     harness = f"name = 'stored'\nprogram = '{sys.executable}'\nheadless = ['-c', {json.dumps(ASK)}]"
     (tmp_path / "stored.toml").write_text(harness)
-    where = ("--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    done = run_rolltap(
-        "rollout", tmp_path / "tasks.jsonl", "--harness", tmp_path / "stored.toml", "-n", 1, *where
-    )
+    what = [tmp_path / "tasks.jsonl", "--harness", tmp_path / "stored.toml", "-n", 1]
+    where = ["--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder]
+    done = run_rolltap("rollout", *what, *where)
     (line,) = (line for line in done.stderr.splitlines() if "changed" in line)
     # the harness, the model and the judge are others here; the limits and all else are the same
-    changed = line.rpartition(": ")[2].removesuffix(" changed").split(", ")
-    assert (
-        {"harness", "model", "task"}
-        <= set(changed)
-        <= {"harness", "model", "task", "program", "harness_version"}
-    )
+    changed = set(line.rpartition(": ")[2].removesuffix(" changed").split(", "))
+    assert {"harness", "model", "task"} <= changed
+    assert changed <= {"harness", "model", "task", "program", "harness_version"}
 
 
 def test_a_training_that_was_begun_goes_on(tmp_path):

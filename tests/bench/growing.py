@@ -16,7 +16,8 @@ from tests.factories import make_call, make_session
 VOCABULARY = 150_000
 GROUP = 8
 """Sessions of a group."""
-WORDS = ["the", "file", "has", "a", "test", "that", "fails", "when", "I", "run", "it"]
+TEXT = "the file has a test that fails when it is run with an empty list"
+WORDS = TEXT.split()
 calls_option = click.option("--turns", default=60, help="Calls of a session.")
 tokens_option = click.option("--tokens", default=40_000, help="Tokens of a session's last call.")
 
@@ -50,9 +51,9 @@ def grow(
         yield call
 
 
-def add_text(call: Call, seed: int, given: int, said: int) -> None:
+def add_text(call: Call, given: int, said: int) -> None:
     """Give a call's message and its reply so many words."""
-    some = np.random.default_rng(seed)
+    some = np.random.default_rng(int(call.call_id, 16))
     role = "tool" if call.parent_id else "user"
     call.messages = json.dumps([{"role": role, "content": " ".join(some.choice(WORDS, given))}])
     call.reply = json.dumps({"role": "assistant", "content": " ".join(some.choice(WORDS, said))})
@@ -78,7 +79,7 @@ def write_run(
         for number in range(sessions):
             for call in grow(number, turns, given, sampled, **fields):
                 if text:
-                    add_text(call, number, given, sampled)
+                    add_text(call, given, sampled)
                 writer.add_call(call)
             group = f"g{number // GROUP}"
             reward = float(number % 3 == 0)

@@ -49,7 +49,7 @@ FIELDS = {
 
 def make_session(number: int) -> Iterator[Call]:
     for call in grow(number, TURNS, NEW_TOKENS, SAMPLED, **FIELDS):
-        add_text(call, number, 650, 100)
+        add_text(call, 650, 100)
         yield call
 
 

@@ -72,9 +72,9 @@ def test_the_tables_name_only_what_is_there():
     texts = [block.text for block in BLOCKS]
     assert SKIPPED.keys() <= {block.first_line for block in BLOCKS}
     for start in (*FILES, *SERVERS):
-        assert [text for text in texts if text.startswith(start)], start
+        assert any(text.startswith(start) for text in texts), start
     for pattern in SUBSTITUTIONS:
-        assert [text for text in texts if re.search(pattern, text)], pattern
+        assert any(re.search(pattern, text) for text in texts), pattern
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -110,8 +110,9 @@ def test_a_command_that_is_not_run_has_options_that_exist(tmp_path, monkeypatch)
         (tmp_path / name).touch()
     for folder in ("repositories", "harbor", "tasks.jsonl"):
         (tmp_path / "runs" / "mini" / folder).mkdir(parents=True)
-    texts = [block.text.replace("\\\n", "") for block in BLOCKS if block.first_line in SKIPPED]
-    for command in [command for text in texts for command in COMMAND.findall(text)]:
-        name, *arguments = shlex.split(command, comments=True)
-        with load(name).make_context(name, arguments):
-            pass
+    for block in BLOCKS:
+        if block.first_line in SKIPPED:
+            for command in COMMAND.findall(block.text.replace("\\\n", "")):
+                name, *arguments = shlex.split(command, comments=True)
+                with load(name).make_context(name, arguments):
+                    pass

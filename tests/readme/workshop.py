@@ -18,7 +18,7 @@ from tests.readme.blocks import BLOCKS, Block
 from tests.readme.tables import FILES, SERVERS, SKIPPED, SUBSTITUTIONS
 from tests.trainer.runs.exports.hub import Hub
 
-BLOCK_SECONDS = 180.0
+BLOCK_SECONDS = 1800.0
 AGENT = """
 import httpx
 tools = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}]
@@ -54,13 +54,7 @@ class Workshop:
         self.proxy = self.proxy_address = ""
         self._servers: list[subprocess.Popen[str]] = []
         self._done: set[Block] = set()
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("HF_", "ROLLTAP_"))
-        }
         self._env = {
-            **inherited,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(folder / "home"),
             "ROLLTAP_ENGINE": engine,
@@ -69,6 +63,9 @@ class Workshop:
             "HF_TOKEN": hub.token,
             "HF_HUB_DISABLE_XET": "1",  # a protocol of its own, instead of Git LFS
         }
+        for name, value in os.environ.items():
+            if not name.startswith(("HF_", "ROLLTAP_")):
+                self._env.setdefault(name, value)
         (folder / "home").mkdir()
         (folder / "my_agent.py").write_text(AGENT)
         tokens = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5]}
@@ -109,14 +106,13 @@ class Workshop:
         program = ["bash", "-euo", "pipefail"] if block.language == "sh" else [sys.executable]
         script = self.folder / f"line-{block.line}.{block.language}"
         script.write_text(text)
-        process = self._start([*program, script], script.with_suffix(".log"))
+        log = script.with_suffix(".log")
+        process = self._start([*program, script], log)
         try:
             status = process.wait(BLOCK_SECONDS)
         finally:
             stop(process)
-        assert status == 0, (
-            f"{block} ended with status {status}:\n{script.with_suffix('.log').read_text()}"
-        )
+        assert status == 0, f"{block} ended with status {status}:\n{log.read_text()}"
 
     def _serve(self, text: str) -> None:
         """Start mitmdump on a free port and wait until it accepts calls."""

@@ -70,10 +70,11 @@ def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None
         (attempt,) = set(re.findall(r"\(attempt: ([\w-]+)\)", prompt))
         # Qwen Code says its workspace, and its tools want absolute paths
         folder = re.search(r"working in the directory: (\S+)|$", prompt)[1]
-        turns = [
-            turn for step in ATTEMPTS[attempt] for turn in turns_of(harness, step, files, folder)
-        ]
-        turns += [PROGRAMS[harness].end] if PROGRAMS[harness].end else []
+        turns = []
+        for step in ATTEMPTS[attempt]:
+            turns += turns_of(harness, step, files, folder)
+        if PROGRAMS[harness].end:
+            turns.append(PROGRAMS[harness].end)
         done = prompt.count("<tool_response>")
         return Say(tool_call(*turns[done]) if done < len(turns) else "Done.")
 
@@ -93,28 +94,19 @@ def turns_of(
         after = files[step.path].replace(step.old, step.new)
         match harness:
             case "claude-code":
-                return [
-                    ("Read", {"file_path": step.path}),
-                    ("Edit", {"file_path": step.path, **change}),
-                ]
+                path = {"file_path": step.path}
+                return [("Read", path), ("Edit", path | change)]
             case "qwen-code":
                 path = {"file_path": f"{folder}/{step.path}"}
                 return [("read_file", path), ("edit", path | change)]
             case "pi":
-                return [
-                    (
-                        "edit",
-                        {"path": step.path, "edits": [{"oldText": step.old, "newText": step.new}]},
-                    )
-                ]
+                edit = {"oldText": step.old, "newText": step.new}
+                return [("edit", {"path": step.path, "edits": [edit]})]
             case "codex":
-                old, new = files[step.path].splitlines(), after.splitlines()
-                lines = [
-                    "apply_patch <<'EOF'",
-                    "*** Begin Patch",
-                    f"*** Update File: {step.path}",
-                    "@@",
-                ]
+                old = files[step.path].splitlines()
+                new = after.splitlines()
+                lines = ["apply_patch <<'EOF'", "*** Begin Patch"]
+                lines += [f"*** Update File: {step.path}", "@@"]
                 lines += [f"-{line}" for line in old if line not in new]
                 lines += [f"+{line}" for line in new if line not in old]
                 step = Run("\n".join([*lines, "*** End Patch", "EOF"]))

@@ -41,11 +41,8 @@ def srun(arguments: list[str]) -> int:
     tasks = {}
     for number, name in enumerate(names):
         for local in range(each):
-            own = {
-                "SLURM_NODEID": str(number),
-                "SLURM_LOCALID": str(local),
-                "SLURMD_NODENAME": name,
-            }
+            own = {"SLURM_NODEID": str(number), "SLURM_LOCALID": str(local)}
+            own["SLURMD_NODENAME"] = name
             task = subprocess.Popen(arguments, env=os.environ | own)
             tasks[task.pid] = task
 

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
@@ -42,16 +43,19 @@ def page(name):
     return module
 
 
+def places(service, folder):
+    """Return the arguments of both pages."""
+    return service.url, str(service.run / "service.token"), str(folder)
+
+
 @pytest.fixture
 def service(engine, tmp_path):
     """Serve the quickstart's task. The engine has no adapters afterwards."""
-    task = json.loads((QUICKSTART / "tasks.jsonl").read_text()) | {
-        "workspace": str(QUICKSTART / "workspace")
-    }
-    how = ["--concurrency", "8", "--timeout", "120"]
-    with serving(
-        tmp_path / "run", engine.url, engine.model_dir, "mini-swe-agent", *how, tasks=[task]
-    ) as served:
+    task = json.loads((QUICKSTART / "tasks.jsonl").read_text())
+    task["workspace"] = str(QUICKSTART / "workspace")
+    where = [tmp_path / "run", engine.url, engine.model_dir, "mini-swe-agent"]
+    how = ["--concurrency", "8", "--timeout", "1200"]
+    with serving(*where, *how, tasks=[task]) as served:
         yield served
     admin = EngineAdmin(engine.url)
     for name in admin.models().adapters:
@@ -66,9 +70,8 @@ def check_learned(service, engine):
     """
     client = rolltap.Client(service.url, service.token)
     admin = EngineAdmin(engine.url)
-    first = client.get(
-        next(event.data["id"] for event in client.events() if event.kind == "accepted")
-    )
+    accepted = (event.data["id"] for event in client.events() if event.kind == "accepted")
+    first = client.get(next(accepted))
     traces = rolltap.open_run(first.run).traces().batch(first.session_ids).traces
 
     def preference(model):
@@ -83,13 +86,11 @@ def check_learned(service, engine):
 
 def versions(service):
     """Return the versions that sampled the run's tokens, in the order of the sessions' starts."""
-    spans = (
-        span
-        for calls in RecordedCalls(service.run).values()
-        for call in calls
-        for span in call.weight_versions
-    )
-    return list(dict.fromkeys(span.version for span in spans))
+    found = []
+    for calls in RecordedCalls(service.run).values():
+        for call in calls:
+            found += [span.version for span in call.weight_versions]
+    return list(dict.fromkeys(found))
 
 
 def test_the_loop_has_at_most_forty_lines():
@@ -97,9 +98,7 @@ def test_the_loop_has_at_most_forty_lines():
 
 
 def test_the_loop_trains_a_step_and_publishes_it(service, engine, tmp_path):
-    page("loop").train(
-        service.url, str(service.run / "service.token"), str(tmp_path), steps=1, sessions=4
-    )
+    page("loop").train(*places(service, tmp_path), steps=1, sessions=4)
     client = rolltap.Client(service.url, service.token)
     assert client.policy() == Policy("loop.1", "policy-loop.1")
     assert EngineAdmin(engine.url).models().adapters == {"policy-loop.1"}
@@ -109,7 +108,7 @@ def test_the_loop_trains_a_step_and_publishes_it(service, engine, tmp_path):
 
 @pytest.mark.deep
 def test_the_loop_raises_the_reward(service, engine, tmp_path):
-    page("loop").train(service.url, str(service.run / "service.token"), str(tmp_path))
+    page("loop").train(*places(service, tmp_path))
     check_learned(service, engine)
     client = rolltap.Client(service.url, service.token)
     client.wait(client.submit("count-lines", sessions=1).id)
@@ -132,34 +131,25 @@ def attend(
     """Attend as TRL's `tree_attention`: each segment to the keys of its path. TRL's own needs a
     kernel for CUDA."""
     segments = []
-    places = tree_kv_index.split(tree_cu_seqlens_k.diff().tolist())
-    for own, path in zip(
-        query.split(tree_cu_seqlens_q.diff().tolist(), dim=2), places, strict=True
-    ):
-        mask = torch.ones(own.shape[2], len(path), dtype=torch.bool).tril(len(path) - own.shape[2])
-        keys = key[:, :, path], value[:, :, path]
+    queries = query.split(tree_cu_seqlens_q.diff().tolist(), dim=2)
+    paths = tree_kv_index.split(tree_cu_seqlens_k.diff().tolist())
+    for own, path in zip(queries, paths, strict=True):
+        length = own.shape[2]
+        mask = torch.ones(length, len(path), dtype=torch.bool).tril(len(path) - length)
+        keys = (key[:, :, path], value[:, :, path])
         segments.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                own, *keys, mask, scale=scaling, enable_gqa=True
-            )
+            scaled_dot_product_attention(own, *keys, mask, scale=scaling, enable_gqa=True)
         )
     return torch.cat(segments, dim=2).transpose(1, 2), None
 
 
 def train_by_trl(service, folder, monkeypatch, **settings):
     """Train by the page on a CPU. The first step's ratios are 1."""
-    monkeypatch.setattr(
-        async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None
-    )  # it asks CUDA for a name
-    settings |= {
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "gradient_checkpointing": False,
-    }
-    trainer = page("async_grpo").make_trainer(
-        service.url, str(service.run / "service.token"), str(folder), **settings
-    )
+    # it asks CUDA for a name
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    settings |= {"use_cpu": True, "bf16": False, "report_to": "none"}
+    settings["gradient_checkpointing"] = False
+    trainer = page("async_grpo").make_trainer(*places(service, folder), **settings)
     AttentionInterface.register(TREE_ATTENTION, attend)
     trainer.train()
     logged = [line for line in trainer.state.log_history if "ratio" in line]
@@ -167,9 +157,8 @@ def train_by_trl(service, folder, monkeypatch, **settings):
 
 
 def test_trl_s_trainer_trains_a_step_and_publishes_it(service, engine, tmp_path, monkeypatch):
-    train_by_trl(
-        service, tmp_path, monkeypatch, sessions=4, max_steps=1, per_device_train_batch_size=4
-    )
+    small = {"sessions": 4, "max_steps": 1, "per_device_train_batch_size": 4}
+    train_by_trl(service, tmp_path, monkeypatch, **small)
     policy = rolltap.Client(service.url, service.token).policy()
     assert policy.model in EngineAdmin(engine.url).models().adapters
 

@@ -134,12 +134,10 @@ def engines(tmp_path_factory, tiny_model):
     places = {"host": "", "port": 0, "max_model_len": None, "lora_rank": 0, "max_staleness": 0}
     command = engine_command("", str(tiny_model), **places, cpu=True, has=Parts())
     given = dict(pairwise(command))
-    found["quickstart"] = {
-        "model": str(tiny_model),
-        "tokens": int(given["--max-model-len"]),
-        "sequences": int(given["--max-num-seqs"]),
-        "memory": int(given["--kv-cache-memory-bytes"]),
-    }
+    options = {"tokens": "max-model-len", "sequences": "max-num-seqs"}
+    options["memory"] = "kv-cache-memory-bytes"
+    found["quickstart"] = {key: int(given[f"--{option}"]) for key, option in options.items()}
+    found["quickstart"]["model"] = str(tiny_model)
     return found, plans
 
 
@@ -149,14 +147,12 @@ def answers(request, engines):
     variable = VERSIONS[request.param]
     python = Path(os.environ.get(variable, "")).with_name("python")
     if not python.is_file():
-        pytest.skip(
-            f"vLLM {request.param} is not installed: tests/run.sh installs it, or set {variable}"
-        )
+        remedy = f"tests/run.sh installs it, or set {variable}"
+        pytest.skip(f"vLLM {request.param} is not installed: {remedy}")
     script = Path(__file__).with_name("in_vllm.py")
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    asked = subprocess.run(
-        [python, script], input=json.dumps(engines[0]), capture_output=True, text=True, env=env
-    )
+    how = {"input": json.dumps(engines[0]), "capture_output": True, "text": True, "env": env}
+    asked = subprocess.run([python, script], **how)
     assert asked.returncode == 0, asked.stderr
     return json.loads(asked.stdout.splitlines()[-1])
 
@@ -165,14 +161,12 @@ def test_each_recipes_engine_starts_and_holds_the_sessions_that_are_planned(engi
     asked, plans = engines
     for name, each in plans.items():
         answer = answers[name]
-        blocks = Blocks.of(each.model)
         assert answer["refused"] is None
         assert answer["blocks"] >= each.memory.engine.sequences
-        assert each.memory.engine.blocks == pytest.approx(answer["blocks"], rel=0.01)
-        assert blocks.bytes == pytest.approx(answer["block"], rel=0.01)
-        assert blocks.session_bytes(asked[name]["tokens"]) == pytest.approx(
-            answer["session"], rel=0.01
-        )
+        blocks = Blocks.of(each.model)
+        session = blocks.session_bytes(asked[name]["tokens"])
+        planned = {"blocks": each.memory.engine.blocks, "block": blocks.bytes, "session": session}
+        assert planned == pytest.approx({key: answer[key] for key in planned}, rel=0.01)
 
 
 def test_vllm_starts_a_hybrid_with_as_many_blocks_as_calls_and_not_with_fewer(answers):

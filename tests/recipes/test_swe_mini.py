@@ -54,15 +54,8 @@ def apply(patch: str, checkout: Path) -> None:
 
 def outcomes(checkout: Path, report: Path) -> dict[str, bool]:
     """Return which tests pass, by the names that pytest gives them."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junit-xml={report}",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command.append(f"--junit-xml={report}")
     subprocess.run(command, cwd=checkout, stdout=subprocess.DEVNULL)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -76,11 +69,8 @@ def test_it_comes_out_the_same_whatever_git_is_told(mini, row, tmp_path):
     (tmp_path / "gitconfig").write_text(
         "[user]\nname = Somebody\n[am]\nkeepcr = true\n[commit]\ngpgsign = true\n"
     )
-    settings = {
-        "GIT_CONFIG_GLOBAL": str(tmp_path / "gitconfig"),
-        "TZ": "Asia/Tokyo",
-        "GIT_AUTHOR_NAME": "Somebody",
-    }
+    settings = {"TZ": "Asia/Tokyo", "GIT_AUTHOR_NAME": "Somebody"}
+    settings["GIT_CONFIG_GLOBAL"] = str(tmp_path / "gitconfig")
     again = make(tmp_path / "again", **settings)
     assert (again / "tasks.jsonl").read_bytes() == (mini / "tasks.jsonl").read_bytes()
     assert row["base_commit"] == BASE
@@ -91,12 +81,9 @@ def test_the_tests_of_the_row_are_those_that_the_reference_patch_mends_and_keeps
 ):
     apply(row["test_patch"], checkout)
     before = outcomes(checkout, tmp_path / "before.xml")
-    assert sorted(name for name, passes in before.items() if not passes) == sorted(
-        json.loads(row["FAIL_TO_PASS"])
-    )
-    assert sorted(name for name, passes in before.items() if passes) == sorted(
-        json.loads(row["PASS_TO_PASS"])
-    )
+    expected = dict.fromkeys(json.loads(row["FAIL_TO_PASS"]), False)
+    expected |= dict.fromkeys(json.loads(row["PASS_TO_PASS"]), True)
+    assert before == expected
     apply(row["patch"], checkout)
     assert outcomes(checkout, tmp_path / "after.xml") == dict.fromkeys(before, True)
 
@@ -104,9 +91,7 @@ def test_the_tests_of_the_row_are_those_that_the_reference_patch_mends_and_keeps
 def test_the_checkout_is_a_clone_that_has_the_fix_and_the_harbor_task_starts_before_it(mini, row):
     def log(checkout, *which):
         command = ["git", "-C", checkout, "log", "--format=%H %s", *which]
-        return subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout.splitlines()
+        return subprocess.check_output(command, text=True).splitlines()
 
     clone = mini / "repositories" / "example__spans"
     start = mini / "harbor" / row["instance_id"] / "environment" / "repo"
@@ -118,8 +103,7 @@ def test_the_solution_of_the_harbor_task_is_the_reference_patch(mini, row, tmp_p
     task = mini / "harbor" / row["instance_id"]
     start = shutil.copytree(task / "environment" / "repo", tmp_path / "start")
     subprocess.run(["bash", task / "solution" / "solve.sh"], cwd=start, check=True)
-    diff = subprocess.run(["git", "diff"], cwd=start, stdout=subprocess.PIPE, text=True, check=True)
-    assert diff.stdout == row["patch"]
+    assert subprocess.check_output(["git", "diff"], cwd=start, text=True) == row["patch"]
 
 
 FORMS = {"harbor": "harbor", "row": "tasks.jsonl"}
@@ -146,6 +130,15 @@ EARNED = {"right": 1.0, "wrong": 0.0, "deletes-tests": 0.0, "breaks-others": 0.0
 """Attempt -> its reward."""
 
 
+DONE = {
+    "right": (6, 26, ["spans/reading.py"]),
+    "wrong": (4, 26, ["spans/reading.py"]),
+    "deletes-tests": (0, 26, ["tests", "tests/test_reading.py", "tests/test_writing.py"]),
+    "breaks-others": (6, 24, ["spans/reading.py", "spans/writing.py"]),
+}
+"""Attempt -> the tests that pass of those to mend and of those to keep, and what it changes."""
+
+
 def attempted(task, attempt):
     return task.model_copy(update={"id": attempt, "instruction": ask(task.instruction, attempt)})
 
@@ -168,10 +161,9 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
             runtime.check()
         except InputError as error:
             pytest.skip(str(error))
-        checkout = mini / "repositories" / "example__spans"
-        files = {
-            name: (checkout / name).read_text() for name in ("spans/reading.py", "spans/writing.py")
-        }
+        files = {}
+        for name in ("spans/reading.py", "spans/writing.py"):
+            files[name] = (mini / "repositories" / "example__spans" / name).read_text()
         with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
             lead(engine, harness, files)
             run = rolltap.rollout(
@@ -200,31 +192,19 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
 def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe_task):
     tasks = [attempted(swe_task, attempt) for attempt in EARNED]
     # a judge without its module ends with status 1, as failing tests do
-    judge = swe_task.judge.model_copy(
-        update={"command": ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]}
-    )
+    command = ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]
+    judge = swe_task.judge.model_copy(update={"command": command})
     broken = tasks[0].model_copy(update={"id": "without-pytest", "judge": judge})
     _, sessions = play([*tasks, broken], harness, runtime)
-    assert {name: (session.status, session.reward) for name, session in sessions.items()} == {
-        **{attempt: ("completed", reward) for attempt, reward in EARNED.items()},
-        "without-pytest": ("infrastructure", None),  # it did not run
-    }
-    parts = {name: sessions[name].parts for name in EARNED}
-    passes = {
-        "right": (6, 26),
-        "wrong": (4, 26),
-        "deletes-tests": (0, 26),
-        "breaks-others": (6, 24),
-    }
-    shares = {
-        name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in passes.items()
-    }
-    assert parts == {name: pytest.approx(share) for name, share in shares.items()}
-    # each agent did what its attempt says
-    changed = {name: sessions[name].evidence["changed"] for name in EARNED}
-    assert changed["right"] == changed["wrong"] == ["spans/reading.py"]
-    assert changed["deletes-tests"] == ["tests", "tests/test_reading.py", "tests/test_writing.py"]
-    assert changed["breaks-others"] == ["spans/reading.py", "spans/writing.py"]
+    for attempt, reward in EARNED.items():
+        session = sessions[attempt]
+        assert (session.status, session.reward) == ("completed", reward)
+    session = sessions["without-pytest"]
+    assert (session.status, session.reward) == ("infrastructure", None)  # it did not run
+    for name, (mended, kept, changed) in DONE.items():
+        parts = {"fail_to_pass": mended / 6, "pass_to_pass": kept / 26}
+        assert sessions[name].parts == pytest.approx(parts)
+        assert sessions[name].evidence["changed"] == changed
 
 
 @pytest.mark.harness
@@ -245,12 +225,9 @@ FIX_TOLD = [
 
 
 def test_git_tells_the_fix_to_who_digs_in_the_clone(checkout):
-    said = subprocess.run(
-        ["bash", "-c", "\n".join(step.command for step in ATTEMPTS["digs"])],
-        cwd=checkout,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    script = "\n".join(step.command for step in ATTEMPTS["digs"])
+    how = {"cwd": checkout, "stdout": subprocess.PIPE, "text": True}
+    said = subprocess.run(["bash", "-c", script], **how)
     assert [part for part in FIX_TOLD if part not in said.stdout] == []
 
 

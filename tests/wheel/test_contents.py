@@ -22,33 +22,30 @@ def place(path):
     return PurePosixPath(FOLDERS[folder], path.relative_to(ROOT / folder).as_posix())
 
 
+def files_in(folder):
+    """Return the files of a folder of the checkout, but for those that Python compiled."""
+    paths = (ROOT / folder).rglob("*")
+    return {path for path in paths if path.is_file() and path.suffix != ".pyc"}
+
+
 def test_every_part_of_rolltap_is_the_installed_one():
     for module in (rolltap, rolltap.addons, rolltap.harnesses, rolltap.trainer):
-        assert all(
-            Path(path).is_relative_to(sysconfig.get_path("purelib")) for path in module.__path__
-        )
+        for path in module.__path__:
+            assert Path(path).is_relative_to(sysconfig.get_path("purelib"))
 
 
 def test_the_wheel_has_every_file_of_the_packages_once_and_no_other():
-    tops = [ROOT / folder for folder in FOLDERS if folder != "trainer/public"]
-    files = {path for top in tops for path in top.rglob("*")}
-    sources = {
-        path
-        for path in files
-        if path.suffix in (".py", ".toml", ".typed") or path.name == "dataset_card.md"
-    }
-    sources |= {
-        path for path in (ROOT / "trainer" / "viewer" / "page").rglob("*") if path.is_file()
-    }
-    example = ROOT / "recipes" / "harnesses" / "own-agent"
-    sources |= {path for path in example.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    sources = files_in("trainer/viewer/page") | files_in("recipes/harnesses/own-agent")
+    for folder in ("addons", "recipes/harnesses", "trainer"):
+        for path in files_in(folder):
+            if path.suffix in (".py", ".toml", ".typed") or path.name == "dataset_card.md":
+                sources.add(path)
     # not by name alone: an editable install left metadata in the checkout
     (wheel,) = distributions(name="rolltap", path=[Path(rolltap.__file__).parents[1]])
-    installed = [
-        PurePosixPath(path)
-        for path in wheel.files
-        if path.parts[0] == "rolltap" and path.suffix != ".pyc"
-    ]
+    installed = []
+    for path in wheel.files:
+        if path.parts[0] == "rolltap" and path.suffix != ".pyc":
+            installed.append(PurePosixPath(path))
     assert sorted(installed) == sorted(map(place, sources))
 
 
@@ -60,9 +57,8 @@ def test_the_page_of_a_run_is_in_the_wheel():
     from rolltap.trainer.viewer.answers import page_files
 
     page = ROOT / "trainer" / "viewer" / "page"
-    assert sorted(page_files()) == sorted(
-        str(path.relative_to(page)) for path in page.rglob("*") if path.is_file()
-    )
+    there = files_in("trainer/viewer/page")
+    assert sorted(page_files()) == sorted(str(path.relative_to(page)) for path in there)
 
 
 def test_the_presets_are_in_the_wheel():

@@ -33,13 +33,10 @@ def rolltap(environment, *arguments, folder):
     if not program.exists():
         pytest.skip(f"there is no {program}: tests/run.sh installs it")
     command = [str(argument) for argument in (program, *arguments)]
-    env = {
-        **os.environ,
-        "PATH": f"{program.parent}:{os.defpath}",
-    }  # with no other environment's mitmdump
-    ended = subprocess.run(
-        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    # with no other environment's mitmdump
+    env = {**os.environ, "PATH": f"{program.parent}:{os.defpath}"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ended = subprocess.run(command, cwd=folder, env=env, **output)
     assert "Traceback" not in ended.stdout
     return ended.returncode, " ".join(ended.stdout.split())
 
@@ -47,17 +44,17 @@ def rolltap(environment, *arguments, folder):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--version"],
-        ["-h"],
-        ["inspect", "run"],
-        ["verify", "run"],
-        ["traces", "run", "--out", "traces"],
-        ["export", "run", "--to", "parquet", "--out", "exported"],
-        ["addon"],
+        "--version",
+        "-h",
+        "inspect run",
+        "verify run",
+        "traces run --out traces",
+        "export run --to parquet --out exported",
+        "addon",
     ],
 )
 def test_the_base_shows_checks_and_exports_runs(arguments, run):
-    status, output = rolltap("base", *arguments, folder=run.parent)
+    status, output = rolltap("base", *arguments.split(), folder=run.parent)
     assert (status, "pip install" in output) == (0, False)
 
 
@@ -86,32 +83,20 @@ TASKS = str(STORED / "tasks.jsonl")
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
-        (["record", "--out", "new", "--model", "m", "--", "true"], "record"),
-        (
-            [
-                "rollout",
-                TASKS,
-                "--harness",
-                str(STORED / "harness.toml"),
-                "--model",
-                "m",
-                "--out",
-                "new",
-            ],
-            "record",
-        ),
-        (["doctor", "--", "true"], "record"),
-        (["doctor", "--model", "m"], "record"),
-        (["view", "run"], "service"),
-        (["fleet", "status"], "ray"),
-        (["train", "recipe.toml", "--dry-run"], "train"),
+        ("record --out new --model m -- true", "record"),
+        (f"rollout {TASKS} --harness {STORED}/harness.toml --model m --out new", "record"),
+        ("doctor -- true", "record"),
+        ("doctor --model m", "record"),
+        ("view run", "service"),
+        ("fleet status", "ray"),
+        ("train recipe.toml --dry-run", "train"),
     ],
 )
 def test_a_command_whose_extra_is_not_there_names_the_extra_and_the_wheel(arguments, extra, run):
     (run.parent / "recipe.toml").write_text(
         f'model = "."\nsteps = 1\nharness = "pi"\ntasks = "{TASKS}"\n'
     )
-    status, output = rolltap("base", *arguments, folder=run.parent)
+    status, output = rolltap("base", *arguments.split(), folder=run.parent)
     assert status == 1
     assert re.search(rf"pip install '\S+\.whl\[{extra}\]'", output), output
 
