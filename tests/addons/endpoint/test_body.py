@@ -87,7 +87,8 @@ async def chunks(body):
 @pytest.mark.parametrize(("encoding", "encode"), [*ALL, (None, bytes), (None, chunks)])
 async def test_a_body_that_is_or_becomes_too_long_is_refused(post, encoding, encode):
     status, text = await post(encode(bytes(LIMIT + 1)), encoding)
-    assert (status, text) == (413, b"The request body is larger than 100,000 bytes.")
+    assert status == 413
+    assert text == b"The request body is larger than 100,000 bytes."
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,8 @@ async def test_a_body_that_is_or_becomes_too_long_is_refused(post, encoding, enc
 async def test_a_body_that_does_not_end_where_it_says_is_refused(post, other):
     """A cut zstd frame is read as far as it goes, as mitmproxy does."""
     status, text = await post(other(gzip.compress(os.urandom(1000))), "gzip")
-    assert (status, b"cannot be decompressed" in text) == (400, True), text
+    assert status == 400
+    assert b"cannot be decompressed" in text
 
 
 @pytest.mark.parametrize("encoding", ["gzip, zstd", "deflate", "br", "gzip;q=1"])
@@ -144,10 +146,8 @@ async def test_a_body_that_finds_no_room_is_refused_for_a_while(reading):
     await held(bodies, 2 * LIMIT)
     bodies.patience = 0
     refused = await post("s1", b"x")
-    assert (refused.status, refused.headers["retry-after"]) == (
-        429,
-        "5",
-    )  # no fault: the session itself fills its room
+    assert refused.status == 429  # no fault: the session itself fills its room
+    assert refused.headers["retry-after"] == "5"
     leave.set()
     assert [(await request).status for request in first] == [200, 200]
 
@@ -206,7 +206,8 @@ async def test_a_compressed_body_that_waits_for_its_turn_too_long_is_no_fault_of
         with pytest.raises(DialectError) as refused:
             async with bodies.read(gzipped(gzip.compress(b"x")), "s1"):
                 pass
-    assert (refused.value.status, refused.value.retry_after) == (429, 5)
+    assert refused.value.status == 429
+    assert refused.value.retry_after == 5
     bodies.close()
 
 
@@ -214,7 +215,8 @@ async def test_a_flood_of_one_session_is_no_fault_of_ours_when_its_first_body_ha
     bodies = Bodies(LIMIT, 2 * LIMIT, 3 * LIMIT)
     bodies.patience = 0
     await bodies._take(_Room("s2"), 2 * LIMIT - 10)
-    first, second = _Room("s1"), _Room("s1")
+    first = _Room("s1")
+    second = _Room("s1")
     await bodies._take(first, 10)
     await bodies._take(second, LIMIT)
 
@@ -246,12 +248,14 @@ async def test_room_that_is_there_at_the_end_of_the_patience_is_taken():
 
 
 async def test_a_session_decompresses_one_body_at_a_time(monkeypatch):
-    running, most, free = [], [], threading.Event()
+    running = []
+    most = []
+    free = threading.Event()
 
     def decompress(body, encoding, limit):
         running.append(body)
         most.append(running.count(body))
-        free.wait(10)
+        free.wait()
         running.remove(body)
         return body
 
