@@ -153,10 +153,6 @@ class TestChecks:
                 r"grpo\.num_generations = 8 does .*: write the recipe's key sessions",
             ),
             (
-                "[grpo]\nnum_generations = 16\n",
-                r"grpo\.num_generations = 16 does .*: write the recipe's key sessions",
-            ),
-            (
                 "[grpo]\nmax_completion_length = 9\n",
                 r"has no effect without .*max_tokens of recorder\.rolltap_sampling",
             ),

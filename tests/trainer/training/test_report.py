@@ -25,39 +25,6 @@ from rolltap.trainer.training.report import (
     time_left,
 )
 
-STEP = {
-    "reward": 0.5,
-    "reward/harness/codex": 0.25,
-    "reward/harness/my%20own": 0.75,
-    "reward/task/only": 0.5,
-    "sessions": 16,
-    "sessions_infrastructure": 3,
-    "sessions_failed": 0,
-    "sessions_no_reward": 0,
-    "groups": 4,
-    "groups_without_signal": 1,
-    "groups_without_reward": 0,
-    "off_policy/bridged": 0.25,
-    "difference/bridged": 0.0,
-    "difference/rendered": 1e-3,
-    "ratio/mean": 1.0,
-    "ratio/min": 0.9,
-    "ratio/max": math.inf,
-    "clip_ratio/low_mean": 0.0,
-    "clip_ratio/high_mean": 0.1,
-    "masked/low": 0.0,
-    "masked/high": 0.2,
-    "entropy": 0.5,
-    "tokens_trained": 100,
-    "tokens_computed": 90,
-    "left_out/aborted": 7,
-    "left_out/no_reward": 0,
-    "tokens_in_rows": 1000,
-    "tokens_forwarded": 400,
-    "tokens_per_second": 50.0,
-    "peak_memory_gib": 1.5,
-}
-
 
 class Line(torch.nn.Module):
     """A model with one weight."""
@@ -74,53 +41,55 @@ class Killed(Exception):
     """Stands for the death of a training process."""
 
 
+class Kill(TrainerCallback):
+    """Kills a training before the checkpoint of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Killed
+
+
 @pytest.fixture
 def train(tmp_path):
     """A function that trains four steps and returns what was printed. It may be killed before a
     step's checkpoint."""
 
     def train(kill_at=None, resume=None):
-        class Kill(TrainerCallback):
-            def on_log(self, args, state, control, **kwargs):
-                if state.global_step == kill_at:
-                    raise Killed
-
-        console = Console(file=(printed := io.StringIO()), width=200)
-        trainer = Trainer(
-            model=Line(),
-            args=TrainingArguments(
-                output_dir=str(tmp_path / "checkpoints"),
-                max_steps=4,
-                save_steps=1,
-                logging_steps=1,
-                use_cpu=True,
-                disable_tqdm=True,
-                report_to="none",
-                dataloader_pin_memory=False,
-            ),
-            train_dataset=[{"x": torch.ones(1)}] * 8,
-            callbacks=[Reports(tmp_path, console), Kill()],
+        console = Console(file=io.StringIO(), width=200)
+        folder = tmp_path / "checkpoints"
+        args = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=4,
+            save_steps=1,
+            logging_steps=1,
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to="none",
+            dataloader_pin_memory=False,
         )
+        rows = [{"x": torch.ones(1)}] * 8
+        callbacks = [Reports(tmp_path, console), Kill(kill_at)]
+        trainer = Trainer(model=Line(), args=args, train_dataset=rows, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
-        trainer.train(
-            resume_from_checkpoint=resume and str(tmp_path / "checkpoints" / f"checkpoint-{resume}")
-        )
-        return printed.getvalue()
+        trainer.train(resume_from_checkpoint=resume and str(folder / f"checkpoint-{resume}"))
+        return console.file.getvalue()
 
     return train
 
 
+def steps_in(path):
+    return [line["step"] for line in read_metrics(path)]
+
+
 def test_every_step_has_one_line_in_the_file_and_one_on_the_console(train, tmp_path):
     printed = train().splitlines()
-    lines = read_metrics(tmp_path / METRICS)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert all(line.keys() >= {"loss", "learning_rate", "epoch"} for line in lines)
-    assert [line.split("  ")[0] for line in printed] == [
-        "step 1/4",
-        "step 2/4",
-        "step 3/4",
-        "step 4/4",
-    ]
+    assert steps_in(tmp_path / METRICS) == [1, 2, 3, 4]
+    for line in read_metrics(tmp_path / METRICS):
+        assert {"loss", "learning_rate", "epoch"} <= line.keys()
+    assert [line.split("  ")[0] for line in printed] == [f"step {step}/4" for step in (1, 2, 3, 4)]
     assert {path.name for path in tmp_path.iterdir()} == {METRICS, "checkpoints"}
 
 
@@ -131,11 +100,11 @@ def test_a_training_that_resumes_or_starts_again_writes_no_step_twice(
     with pytest.raises(Killed):
         train(killed)
     before = read_metrics(tmp_path / METRICS)
-    assert [line["step"] for line in before] == list(range(1, killed + 1))
+    assert steps_in(tmp_path / METRICS) == list(range(1, killed + 1))
     train(resume=resume)
-    lines = read_metrics(tmp_path / METRICS)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[: resume or 0] == before[: resume or 0]
+    assert steps_in(tmp_path / METRICS) == [1, 2, 3, 4]
+    kept = resume or 0
+    assert read_metrics(tmp_path / METRICS)[:kept] == before[:kept]
 
 
 class TestPhases:
@@ -198,26 +167,53 @@ def test_other_processes_report_nothing(tmp_path):
     assert (printed.getvalue(), list(tmp_path.iterdir())) == ("", [])
 
 
+NUMBERS = {
+    "reward": 0.5,
+    "reward/task/only": 0.5,
+    "eval/reward": 0.25,
+    "sessions": 16,
+    "sessions_infrastructure": 3,
+    "sessions_failed": 0,
+    "sessions_unjudged": 1.0,
+    "suspicious": 2.0,
+    "sessions_no_reward": 1.0,
+    "groups_without_reward": 0,
+    "groups_without_signal": 1,
+    "loss": 0.01234,
+    "difference/bridged": 0.0,
+    "difference/rendered": 1e-3,
+    "off_policy/bridged": 0.25,
+    "ratio/mean": 1.0,
+    "ratio/max": math.inf,
+    "clip_ratio/low_mean": 0.0,
+    "clip_ratio/region_mean": 0.0123,
+    "masked/low": 0.0,
+    "masked/high": 0.2,
+    "kl": 0.25,
+    "entropy": 0.5,
+    "tokens_trained": 100,
+    "left_out/aborted": 7,
+    "left_out/no_reward": 0,
+    "tokens_in_rows": 1000,
+    "tokens_forwarded": 400,
+    "tokens_per_second": 50.0,
+    "peak_memory_gib": 1.5,
+    "seconds_rollout": 12.34,
+    "seconds_publication": 0.5,
+    "seconds_training": 3.0,
+    "learning_rate": 1e-6,
+}
+LINE = (
+    "step 3/5  reward [bold]0.500[/]  eval 0.250  infrastructure failures 3  unjudged 1  suspicious"
+    " 2  sessions without a reward 1  groups without signal 1  loss 0.01234  difference 1.0e-03"
+    "  off policy 2.5e-01  ratio 1.000  clipped 1.2 %  masked 20.0 %  KL 0.25  entropy 0.500  100"
+    " tokens trained  7 left out  40 % of rows forwarded  50 tokens/s  1.5 GiB  rollout 12.3 s"
+    "  publication 0.5 s  training 3.0 s"
+)
+
+
 def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
-    more = {
-        "sessions_unjudged": 1.0,
-        "suspicious": 2.0,
-        "sessions_no_reward": 1.0,
-        "loss": 0.01234,
-        "kl": 0.25,
-    }
-    logs = (
-        STEP | more | {"clip_ratio/region_mean": 0.0123, "learning_rate": 1e-6, "eval/reward": 0.25}
-    )
-    logs |= {"seconds_rollout": 12.34, "seconds_publication": 0.5, "seconds_training": 3.0}
-    assert (
-        step_line(3, 5, logs)
-        == "step 3/5  reward [bold]0.500[/]  eval 0.250  infrastructure failures 3  unjudged 1 "
-        " suspicious 2  sessions without a reward 1  groups without signal 1  loss 0.01234 "
-        " difference 1.0e-03  off policy 2.5e-01  ratio 1.000  clipped 1.2 %  masked 20.0 %  KL"
-        " 0.25  entropy 0.500  100 tokens trained  7 left out  40 % of rows forwarded  50"
-        " tokens/s  1.5 GiB  rollout 12.3 s  publication 0.5 s  training 3.0 s"
-    )
+    assert step_line(3, 5, NUMBERS) == LINE
 
 
 @pytest.mark.parametrize(
@@ -253,26 +249,14 @@ def path(tmp_path):
 
 
 def test_a_line_is_one_object_with_its_step_and_null_for_what_json_lacks(path):
-    values = {
-        "loss": math.nan,
-        "ratio/max": math.inf,
-        "kl": None,
-        "entropy": np.float32(0.5),
-        "lr": torch.tensor(2.0),
-    }
+    values = {"loss": math.nan, "ratio/max": math.inf, "kl": None}
+    values |= {"entropy": np.float32(0.5), "lr": torch.tensor(2.0)}
     append_metrics(path, 3, values)
     append_metrics(path, 4, {"tokens": 7, "note": "late"})
-    first, second = (
-        json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()
-    )
-    assert first == {
-        "step": 3,
-        "loss": None,
-        "ratio/max": None,
-        "kl": None,
-        "entropy": 0.5,
-        "lr": 2.0,
-    }
+    lines = path.read_text().splitlines()
+    first, second = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    lacks = {"loss": None, "ratio/max": None, "kl": None}
+    assert first == {"step": 3, **lacks, "entropy": 0.5, "lr": 2.0}
     assert second == {"step": 4, "tokens": 7, "note": "late"}
     assert read_metrics(path) == [first, second]
 
@@ -290,10 +274,10 @@ def test_lines_after_the_checkpoint_and_half_a_line_are_cut(path, step, kept, to
         append_metrics(path, taken, {"reward": taken / 3})
     with path.open("ab") as file:
         file.write(torn)
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+    assert steps_in(path) == [1, 2, 3]
     cut_metrics(path, step)
     append_metrics(path, step + 1, {})
-    assert [line["step"] for line in read_metrics(path)] == [*kept, step + 1]
+    assert steps_in(path) == [*kept, step + 1]
 
 
 @pytest.mark.parametrize(
@@ -303,6 +287,8 @@ def test_a_line_that_is_no_steps_is_named(path, line):
     append_metrics(path, 1, {})
     with path.open("a") as file:
         file.write(f"{line}\n")
-    for read in (read_metrics, lambda path: cut_metrics(path, 1)):
-        with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is not a step's metrics"):
-            read(path)
+    message = r"metrics\.jsonl, line 2 is not a step's metrics"
+    with pytest.raises(RunError, match=message):
+        read_metrics(path)
+    with pytest.raises(RunError, match=message):
+        cut_metrics(path, 1)
