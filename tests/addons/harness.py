@@ -41,6 +41,11 @@ def spans(call):
     return [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
 
 
+def rows(table):
+    """Return the words of each line of a table."""
+    return [line.split() for line in table.strip().splitlines()]
+
+
 async def until(condition):
     """Wait for what no event announces."""
     while not condition():  # noqa: ASYNC110

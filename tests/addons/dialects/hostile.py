@@ -1,9 +1,42 @@
-"""Strategies for malformed and unusual request bodies."""
+"""Malformed and unusual request bodies: tables of them, and strategies."""
 
 import copy
 import json
 
 from hypothesis import strategies as st
+
+
+def cases(table):
+    """Return the rows of a table: a value of JSON, and the words above it, which begin their line."""
+    rows = []
+    for words, changes in _cases(table):
+        rows.append((changes, words))
+    return rows
+
+
+def means(table):
+    """Return the rows of a table: changes of a request, and a field of the call with its value."""
+    rows = []
+    for meaning, changes in _cases(table):
+        field, value = meaning.split(" = ", 1)
+        rows.append((changes, field, json.loads(value)))
+    return rows
+
+
+def _cases(table):
+    head = ""
+    body = ""
+    for line in table.strip().splitlines():
+        if not line.startswith(" "):
+            head = line
+            continue
+        body += line.strip() + " "
+        try:
+            changes = json.loads(body)
+        except ValueError:
+            continue  # it goes on in the next line
+        yield head, changes
+        body = ""
 
 
 def values(words, names):

@@ -19,7 +19,7 @@ from rolltap.addons.dialects.call import (
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
-from tests.addons.harness import user
+from tests.addons.harness import rows, user
 
 LOOK = {
     "name": "look",
@@ -82,15 +82,6 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1"}
 
 def text(content):
     return {"type": "text", "text": content}
-
-
-def said(content, role="user"):
-    """Return the changes of a request that has one message."""
-    return {"messages": [{"role": role, "content": content}]}
-
-
-def block(role="user", **fields):
-    return said([fields], role)
 
 
 def decode(target="/v1/messages?beta=true", **changes):
@@ -275,25 +266,25 @@ def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them_and_no_conte
     assert (empty["content"], empty["usage"]["cache_creation_input_tokens"]) == ([], 0)
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (413, "request_too_large"),
-        (422, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (502, "api_error"),
-        (503, "overloaded_error"),
-        (504, "timeout_error"),
-        (529, "overloaded_error"),
-    ],
-)
+STATUSES = """
+400 invalid_request_error
+401 authentication_error
+403 permission_error
+404 not_found_error
+413 request_too_large
+422 invalid_request_error
+429 rate_limit_error
+500 api_error
+502 api_error
+503 overloaded_error
+504 timeout_error
+529 overloaded_error
+"""
+
+
+@pytest.mark.parametrize(("status", "kind"), rows(STATUSES))
 def test_an_error_has_the_type_of_its_status(status, kind):
-    error = DialectError("No.", status=status)
+    error = DialectError("No.", status=int(status))
     body = routes.MESSAGES.encode_error(error)
     assert json.loads(body) == {"type": "error", "error": {"type": kind, "message": "No."}}
     event = routes.MESSAGES.stream_encoder(HEAD).error(error)
@@ -324,68 +315,93 @@ def test_thinking_is_signed_before_its_block_ends():
     assert kinds == SIGNED.split()
 
 
-FORMAT = {
-    "type": "json_schema",
-    "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}},
-}
-ASKED = {"tool_choice": {"type": "auto"}, "temperature": 0.0}
-LOW = {"effort": "low", "format": {"type": "json_schema"}}
-REFUSED = [
-    ({"max_tokens": None}, "max_tokens: "),
-    ({"max_tokens": 0}, "max_tokens: "),
-    ({"messages": []}, "messages: "),
-    ({"messages": {}}, "messages: "),
-    ({"messages": ["Hi"]}, "messages.0: "),
-    (said("x", "tool"), "messages.0.role: "),
-    (said("x", ["user"]), "messages.0.role: "),
-    ({"messages": [{"role": "user"}]}, "messages.0.content: "),
-    (said(5), "messages.0.content: "),
-    (said(["x"]), "messages.0.content.0: "),
-    (block(type=None), "messages.0.content.0.type: "),
-    (block(type="text"), "messages.0.content.0.text: "),
-    (block(type="robot"), "messages.0.content.0.type: "),
-    (block(type="tool_use"), "messages.0.content.0.type: "),
-    (block("system", type="tool_result"), "messages.0.content.0.type: "),
-    (block(type="tool_result"), "content.0.tool_use_id: "),
-    (block("assistant", type="thinking"), "content.0.thinking: "),
-    (block("assistant", type="tool_use"), "content.0.name: "),
-    (block("assistant", **{**USE, "id": None}), "messages.0.content.0.id: "),
-    (block("assistant", **{**USE, "name": ""}), "messages.0.content.0.name: "),
-    (block("assistant", **{**USE, "input": "{}"}), "messages.0.content.0.input: "),
-    (block("assistant", **{**USE, "input": None}), "messages.0.content.0.input: "),
-    ({"system": 5}, "system: "),
-    ({"system": [{"type": "image"}]}, "system.0.type: "),
-    ({"tools": "x"}, "tools: "),
-    ({"tools": [LOOK, "x"]}, "tools.1: "),
-    ({"tools": [{"name": ""}]}, "tools.0.name: "),
-    ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
-    ({"stop_sequences": [5]}, "stop_sequences.0: "),
-    (
-        {"messages": [*REQUEST["messages"], {"role": "assistant", "content": "{"}]},
-        "does not support assistant message prefill",
-    ),
-]
+REFUSED = hostile.cases("""
+max_tokens:
+    {"max_tokens": null}
+    {"max_tokens": 0}
+messages:
+    {"messages": []}
+    {"messages": {}}
+messages.0:
+    {"messages": ["Hi"]}
+messages.0.role:
+    {"messages": [{"role": "tool", "content": "x"}]}
+    {"messages": [{"role": ["user"], "content": "x"}]}
+messages.0.content:
+    {"messages": [{"role": "user"}]}
+    {"messages": [{"role": "user", "content": 5}]}
+messages.0.content.0:
+    {"messages": [{"role": "user", "content": ["x"]}]}
+messages.0.content.0.type:
+    {"messages": [{"role": "user", "content": [{"type": null}]}]}
+    {"messages": [{"role": "user", "content": [{"type": "robot"}]}]}
+    {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}
+    {"messages": [{"role": "system", "content": [{"type": "tool_result"}]}]}
+messages.0.content.0.text:
+    {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+content.0.tool_use_id:
+    {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}
+content.0.thinking:
+    {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}
+content.0.name:
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}
+messages.0.content.0.id:
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": null,
+        "name": "look", "input": {}}]}]}
+messages.0.content.0.name:
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "",
+        "input": {}}]}]}
+messages.0.content.0.input:
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t1",
+        "name": "look", "input": "{}"}]}]}
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t1",
+        "name": "look", "input": null}]}]}
+system:
+    {"system": 5}
+system.0.type:
+    {"system": [{"type": "image"}]}
+tools:
+    {"tools": "x"}
+tools.1:
+    {"tools": [{"name": "look", "description": "Looks.", "input_schema": {"type": "object",
+        "properties": {"at": {}}}}, "x"]}
+tools.0.name:
+    {"tools": [{"name": ""}]}
+    {"tools": [{"type": "custom"}]}
+stop_sequences.0:
+    {"stop_sequences": [5]}
+does not support assistant message prefill
+    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}
+""")
 """Changes of the request, and the place or the words of the refusal."""
-MEANS = [
-    ({"output_config": {"effort": "low"}}, "schema", None),
-    ({"output_config": {"effort": "low", "format": FORMAT}}, "schema", FORMAT["schema"]),
+MEANS = hostile.means("""
+schema = null
+    {"output_config": {"effort": "low"}}
+schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
+    {"output_config": {"effort": "low", "format": {"type": "json_schema",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}}}
+    {"output_format": {"type": "json_schema", "schema": {"type": "object",
+        "properties": {"ok": {"type": "boolean"}}}}}
+reasoning = "hidden"
+    {"thinking": null}
+    {"thinking": {"type": "disabled"}}
+    {"thinking": "enabled"}
+reasoning = "shown"
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    {"thinking": {"type": "adaptive", "display": "summarized"}}
+reasoning = "signed"
+    {"thinking": {"type": "adaptive", "display": "omitted"}}
+""")
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+SHAPE = {"type": "json_schema"}
+ASKED = {"tool_choice": {"type": "auto"}, "temperature": 0.0}
+MEANS += [
     (
         {"output_config": {"effort": "low", "format": FORMAT}},
         "requested_sampling",
-        ASKED | {"output_config": LOW},
+        ASKED | {"output_config": {"effort": "low", "format": SHAPE}},
     ),
-    ({"output_format": FORMAT}, "schema", FORMAT["schema"]),
-    (
-        {"output_format": FORMAT},
-        "requested_sampling",
-        ASKED | {"output_format": {"type": "json_schema"}},
-    ),
-    ({"thinking": None}, "reasoning", "hidden"),
-    ({"thinking": {"type": "disabled"}}, "reasoning", "hidden"),
-    ({"thinking": "enabled"}, "reasoning", "hidden"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "reasoning", "shown"),
-    ({"thinking": {"type": "adaptive", "display": "summarized"}}, "reasoning", "shown"),
-    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "reasoning", "signed"),
+    ({"output_format": FORMAT}, "requested_sampling", ASKED | {"output_format": SHAPE}),
 ]
 """Changes of the request, and a field of the decoded call with its value."""
 WORDS = """

@@ -130,15 +130,6 @@ def answered(*responses):
     return {"role": "user", "parts": [answer(**fields) for fields in responses]}
 
 
-def part(**fields):
-    """Return the changes of a request whose one message has one part."""
-    return {"contents": [{"parts": [fields]}]}
-
-
-def generation(**fields):
-    return {"generationConfig": fields}
-
-
 def call_ids(message):
     return [call["id"] for call in message["tool_calls"]]
 
@@ -276,81 +267,108 @@ class TestDecode:
         assert message["content"] == text
 
 
-REFUSED = [
-    ({"contents": None}, "contents is not specified"),
-    ({"contents": []}, "contents is not specified"),
-    ({"contents": "Hi"}, "'contents'"),
-    ({"contents": ["Hi"]}, "'contents[0]'"),
-    ({"contents": [{"role": "robot"}]}, "'contents[0].role'"),
-    ({"contents": [{"role": ["user"]}]}, "'contents[0].role'"),
-    ({"contents": [{"parts": "Hi"}]}, "'contents[0].parts'"),
-    (part(text=1), "'contents[0].parts[0].text'"),
-    ({"contents": [{"parts": [{}, {"inline_data": ""}]}]}, "'contents[0].parts[1].inline_data'"),
-    (part(fileData=[]), "takes text only"),
-    ({"contents": [{"role": "model", "parts": [{"executable_code": {}}]}]}, "executable_code"),
-    (part(functionCall={"name": "a"}), "'contents[0].parts[0].function_call'"),
-    (
-        {"contents": [{"role": "model", "parts": [{"functionResponse": {}}]}]},
-        "'contents[0].parts[0].function_response'",
-    ),
-    ({"contents": [called({"name": ""})]}, "'contents[0].parts[0].function_call.name'"),
-    ({"contents": [called({"name": "a", "args": "{}"})]}, "parts[0].function_call.args'"),
-    ({"contents": [answered({})]}, "'contents[0].parts[0].function_response.name'"),
-    ({"contents": [answered({"name": "a", "response": "x"})]}, "function_response.response'"),
-    (
-        {"contents": [answered({"name": "a", "parts": [{"executableCode": {}}]})]},
-        "function_response.parts[0]",
-    ),
-    ({"systemInstruction": 1}, "'system_instruction'"),
-    ({"generationConfig": []}, "'generation_config'"),
-    (generation(candidateCount=2), "candidate_count"),
-    (generation(maxOutputTokens=0), "max_output_tokens"),
-    (generation(stopSequences=[1]), "stop_sequences"),
-    ({"tools": "look"}, "'tools'"),
-    ({"tools": ["look"]}, "'tools[0]'"),
-    ({"tools": [{"functionDeclarations": [{}]}]}, "'tools[0].function_declarations[0].name'"),
-    ({"toolConfig": "AUTO"}, "'tool_config'"),
-    ({"cachedContent": "cachedContents/7"}, "'cached_content' is not served here"),
-    (generation(responseLogprobs=True), "Logprobs is not enabled for models/gemini-x"),
-    (generation(logprobs=3), "Logprobs is not enabled for models/gemini-x"),
-    (generation(responseModalities=["TEXT", "AUDIO"]), "response_modalities"),
-    (generation(responseMimeType="text/html"), "response_mime_type"),
-]
-for schema in (None, {}, {"enum": []}, {"enum": [5]}, {"enum": {"a": "b"}}):
-    asked = generation(responseMimeType="text/x.enum", responseSchema=schema)
-    REFUSED.append((asked, "response_schema"))
+REFUSED = hostile.cases("""
+contents is not specified
+    {"contents": null}
+    {"contents": []}
+'contents'
+    {"contents": "Hi"}
+'contents[0]'
+    {"contents": ["Hi"]}
+'contents[0].role'
+    {"contents": [{"role": "robot"}]}
+    {"contents": [{"role": ["user"]}]}
+'contents[0].parts'
+    {"contents": [{"parts": "Hi"}]}
+'contents[0].parts[0].text'
+    {"contents": [{"parts": [{"text": 1}]}]}
+'contents[0].parts[1].inline_data'
+    {"contents": [{"parts": [{}, {"inline_data": ""}]}]}
+takes text only
+    {"contents": [{"parts": [{"fileData": []}]}]}
+executable_code
+    {"contents": [{"role": "model", "parts": [{"executable_code": {}}]}]}
+'contents[0].parts[0].function_call'
+    {"contents": [{"parts": [{"functionCall": {"name": "a"}}]}]}
+'contents[0].parts[0].function_response'
+    {"contents": [{"role": "model", "parts": [{"functionResponse": {}}]}]}
+'contents[0].parts[0].function_call.name'
+    {"contents": [{"role": "model", "parts": [{"functionCall": {"name": ""}}]}]}
+parts[0].function_call.args'
+    {"contents": [{"role": "model", "parts": [{"functionCall": {"name": "a", "args": "{}"}}]}]}
+'contents[0].parts[0].function_response.name'
+    {"contents": [{"role": "user", "parts": [{"functionResponse": {"response": {}}}]}]}
+function_response.response'
+    {"contents": [{"role": "user", "parts": [{"functionResponse": {"response": "x",
+        "name": "a"}}]}]}
+function_response.parts[0]
+    {"contents": [{"role": "user", "parts": [{"functionResponse": {"response": {}, "name": "a",
+        "parts": [{"executableCode": {}}]}}]}]}
+'system_instruction'
+    {"systemInstruction": 1}
+'generation_config'
+    {"generationConfig": []}
+candidate_count
+    {"generationConfig": {"candidateCount": 2}}
+max_output_tokens
+    {"generationConfig": {"maxOutputTokens": 0}}
+stop_sequences
+    {"generationConfig": {"stopSequences": [1]}}
+'tools'
+    {"tools": "look"}
+'tools[0]'
+    {"tools": ["look"]}
+'tools[0].function_declarations[0].name'
+    {"tools": [{"functionDeclarations": [{}]}]}
+'tool_config'
+    {"toolConfig": "AUTO"}
+'cached_content' is not served here
+    {"cachedContent": "cachedContents/7"}
+Logprobs is not enabled for models/gemini-x
+    {"generationConfig": {"responseLogprobs": true}}
+    {"generationConfig": {"logprobs": 3}}
+response_modalities
+    {"generationConfig": {"responseModalities": ["TEXT", "AUDIO"]}}
+response_mime_type
+    {"generationConfig": {"responseMimeType": "text/html"}}
+response_schema
+    {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": null}}
+    {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": {}}}
+    {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": {"enum": []}}}
+    {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": {"enum": [5]}}}
+    {"generationConfig": {"responseMimeType": "text/x.enum",
+        "responseSchema": {"enum": {"a": "b"}}}}
+""")
 """Changes of the request, and the place or the words of the refusal."""
-ENUM = {"enum": ["yes", "no"]}
-JSON = {"responseMimeType": "application/json"}
-AS_ENUM = {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", **ENUM}}
-MEANS = [
-    ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "hidden_parts", 1),
-    (generation(), "schema", None),
-    (generation(responseSchema={"type": "OBJECT"}), "schema", None),
-    (generation(responseMimeType="text/plain"), "schema", None),
-    (generation(responseLogprobs=False, responseModalities=["TEXT"]), "schema", None),
-    (generation(**JSON), "schema", {}),
-    (generation(**JSON, responseSchema={"type": "OBJECT"}), "schema", {"type": "object"}),
-    (generation(**AS_ENUM), "schema", {"type": "string", **ENUM}),
-    (
-        generation(response_mime_type="application/json", responseJsonSchema={"type": "null"}),
-        "schema",
-        {"type": "null"},
-    ),
-    (generation(thinkingConfig=None), "reasoning", "signed"),
-    (generation(thinkingConfig={"thinkingBudget": 1}), "reasoning", "signed"),
-    (generation(thinkingConfig={"includeThoughts": True}), "reasoning", "shown"),
-    (generation(thinking_config={"include_thoughts": True}), "reasoning", "shown"),
-    (
-        {
-            **generation(topK=64, thinkingConfig={"includeThoughts": True}, seed=None),
-            "toolConfig": None,
-            "safetySettings": None,
-        },
-        "requested_sampling",
-        {"topK": 64, "thinkingConfig": {"includeThoughts": True}},
-    ),
-]
+MEANS = hostile.means("""
+hidden_parts = 1
+    {"systemInstruction": {"parts": [{"inlineData": {}}]}}
+schema = null
+    {"generationConfig": {}}
+    {"generationConfig": {"responseSchema": {"type": "OBJECT"}}}
+    {"generationConfig": {"responseMimeType": "text/plain"}}
+    {"generationConfig": {"responseLogprobs": false, "responseModalities": ["TEXT"]}}
+schema = {}
+    {"generationConfig": {"responseMimeType": "application/json"}}
+schema = {"type": "object"}
+    {"generationConfig": {"responseMimeType": "application/json",
+        "responseSchema": {"type": "OBJECT"}}}
+schema = {"type": "string", "enum": ["yes", "no"]}
+    {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING",
+        "enum": ["yes", "no"]}}}
+schema = {"type": "null"}
+    {"generationConfig": {"response_mime_type": "application/json",
+        "responseJsonSchema": {"type": "null"}}}
+reasoning = "signed"
+    {"generationConfig": {"thinkingConfig": null}}
+    {"generationConfig": {"thinkingConfig": {"thinkingBudget": 1}}}
+reasoning = "shown"
+    {"generationConfig": {"thinkingConfig": {"includeThoughts": true}}}
+    {"generationConfig": {"thinking_config": {"include_thoughts": true}}}
+requested_sampling = {"topK": 64, "thinkingConfig": {"includeThoughts": true}}
+    {"generationConfig": {"topK": 64, "thinkingConfig": {"includeThoughts": true}, "seed": null},
+        "toolConfig": null, "safetySettings": null}
+""")
 """Changes of the request, and a field of the decoded call with its value."""
 
 

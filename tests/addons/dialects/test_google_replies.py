@@ -7,6 +7,7 @@ from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ToolCall, Usage, sign
 from tests.addons.dialects.apis import ARRAY, GEMINI, chunks_of
 from tests.addons.dialects.test_google import CALL, GENERATE, STREAM
+from tests.addons.harness import rows
 
 SIGNED = {"thoughtSignature": sign("call-9")}
 
@@ -42,24 +43,24 @@ def test_a_reply_is_one_candidate():
     }
 
 
-@pytest.mark.parametrize(
-    ("status", "name"),
-    [
-        (400, "INVALID_ARGUMENT"),
-        (401, "UNAUTHENTICATED"),
-        (403, "PERMISSION_DENIED"),
-        (404, "NOT_FOUND"),
-        (413, "INVALID_ARGUMENT"),
-        (429, "RESOURCE_EXHAUSTED"),
-        (500, "INTERNAL"),
-        (502, "INTERNAL"),
-        (503, "UNAVAILABLE"),
-        (504, "DEADLINE_EXCEEDED"),
-    ],
-)
+STATUSES = """
+400 INVALID_ARGUMENT
+401 UNAUTHENTICATED
+403 PERMISSION_DENIED
+404 NOT_FOUND
+413 INVALID_ARGUMENT
+429 RESOURCE_EXHAUSTED
+500 INTERNAL
+502 INTERNAL
+503 UNAVAILABLE
+504 DEADLINE_EXCEEDED
+"""
+
+
+@pytest.mark.parametrize(("status", "name"), rows(STATUSES))
 def test_an_error_has_the_name_of_its_status(status, name):
-    error = json.loads(routes.GEMINI.encode_error(DialectError("No.", status=status)))
-    assert error == {"error": {"code": status, "message": "No.", "status": name}}
+    error = json.loads(routes.GEMINI.encode_error(DialectError("No.", status=int(status))))
+    assert error == {"error": {"code": int(status), "message": "No.", "status": name}}
 
 
 either = pytest.mark.parametrize("api", [GEMINI, ARRAY], ids=["events", "array"])

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from rolltap.addons.dialects.call import Part
+from tests.addons.dialects import hostile
 from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES
 from tests.addons.harness import user
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
-PDF = "data:application/pdf;base64,JVBE"
 SECRET = "iVBORw0KGgo"
 SHOWN = "[image/png, not shown: this model reads text]"
 
@@ -40,30 +40,43 @@ def base64_block(kind, media_type="image/png"):
     return {"type": kind, "source": {"type": "base64", "media_type": media_type, "data": SECRET}}
 
 
-@pytest.mark.parametrize(
-    ("call", "shown"),
-    [
-        (chat({"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}), "image/png"),
-        (chat({"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}), "image"),
-        (chat({"type": "image_url", "image_url": PNG}), "image/png"),
-        (chat({"type": "input_audio", "input_audio": {"format": "wav"}}), "audio/wav"),
-        (chat({"type": "file", "file": {"file_data": PDF}}), "application/pdf"),
-        (chat({"type": "file", "file": {"file_id": "file-1"}}), "file"),
-        (chat({"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}), "video"),
-        (responses({"type": "input_image", "image_url": PNG}), "image/png"),
-        (responses({"type": "input_image", "file_id": "file-1"}), "image"),
-        (responses({"type": "input_file", "file_data": PDF}), "application/pdf"),
-        (messages(base64_block("image")), "image/png"),
-        (messages(base64_block("document", "application/pdf")), "application/pdf"),
-        (messages({"type": "image", "source": {"type": "url", "url": "https://x/a"}}), "image"),
-        (messages({"type": "document", "source": {"type": "file", "file_id": "f"}}), "document"),
-        (gemini({"inlineData": {"mimeType": "image/png", "data": SECRET}}), "image/png"),
-        (gemini({"inline_data": {"mime_type": "image/png", "data": SECRET}}), "image/png"),
-        (gemini({"fileData": {"mimeType": "video/mp4"}, "videoMetadata": {}}), "video/mp4"),
-        (gemini({"inlineData": {"data": SECRET}}), "file"),
-    ],
-)
-def test_what_is_no_text_becomes_a_text_that_says_what_it_was(call, shown):
+HIDDEN = """
+image/png
+    {"chat": {"type": "image_url", "image_url": {"url": "PNG", "detail": "low"}}}
+    {"chat": {"type": "image_url", "image_url": "PNG"}}
+    {"responses": {"type": "input_image", "image_url": "PNG"}}
+    {"messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}}
+    {"gemini": {"inlineData": {"mimeType": "image/png", "data": "iVBORw0KGgo"}}}
+    {"gemini": {"inline_data": {"mime_type": "image/png", "data": "iVBORw0KGgo"}}}
+image
+    {"chat": {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}}
+    {"responses": {"type": "input_image", "file_id": "file-1"}}
+    {"messages": {"type": "image", "source": {"type": "url", "url": "https://x.example/a"}}}
+audio/wav
+    {"chat": {"type": "input_audio", "input_audio": {"data": "iVBORw0KGgo", "format": "wav"}}}
+application/pdf
+    {"chat": {"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBE"}}}
+    {"responses": {"type": "input_file", "file_data": "data:application/pdf;base64,JVBE"}}
+    {"messages": {"type": "document", "source": {"media_type": "application/pdf",
+        "type": "base64", "data": "JVBE"}}}
+file
+    {"chat": {"type": "file", "file": {"file_id": "file-1"}}}
+    {"gemini": {"inlineData": {"data": "iVBORw0KGgo"}}}
+video
+    {"chat": {"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}}
+document
+    {"messages": {"type": "document", "source": {"type": "file", "file_id": "file_1"}}}
+video/mp4
+    {"gemini": {"fileData": {"mimeType": "video/mp4", "fileUri": "gs://x"}, "videoMetadata": {}}}
+"""
+"""What a text says of a part, and the parts below it, each with its API."""
+APIS = {"chat": chat, "responses": responses, "messages": messages, "gemini": gemini}
+
+
+@pytest.mark.parametrize(("part", "shown"), hostile.cases(HIDDEN.replace("PNG", PNG)))
+def test_what_is_no_text_becomes_a_text_that_says_what_it_was(part, shown):
+    ((api, asked),) = part.items()
+    call = APIS[api](asked)
     assert call.messages == [user(f"See[{shown}, not shown: this model reads text]")]
     assert call.hidden_parts == 1
 

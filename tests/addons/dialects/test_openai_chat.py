@@ -63,15 +63,6 @@ def arguments_of(text):
     return call["function"]["arguments"]
 
 
-def said(content, role="user"):
-    """Return the changes of a request that has one message."""
-    return {"messages": [{"role": role, "content": content}]}
-
-
-def asked_for(*calls):
-    return {"messages": [{"role": "assistant", "tool_calls": list(calls)}]}
-
-
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
         made = message_tool_call("c1", "look", {"at": "é", "n": 1})
@@ -154,88 +145,119 @@ def test_an_error_is_an_event_that_says_the_status():
     assert (error["message"], error["code"]) == ("Down.", 503)
 
 
-RESULT = {"role": "tool", "content": "x", "tool_call_id": ""}
-REFUSED = [
-    ({"messages": []}, "'messages'"),
-    ({"messages": {}}, "'messages'"),
-    ({"messages": None}, "'messages'"),
-    ({"messages": ["Hi"]}, "'messages[0]'"),
-    ({"messages": [{"role": "user", "content": "x"}, {"role": "robot"}]}, "'messages[1].role'"),
-    ({"messages": [{"role": ["user"]}]}, "'messages[0].role'"),
-    (said(5), "'messages[0].content'"),
-    (said(["x"]), "'messages[0].content[0]'"),
-    (said([{"type": "text"}]), "'messages[0].content[0].text'"),
-    (said([{"type": "gif"}]), "content[0]' has type 'gif'; this model takes"),
-    ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "'messages[0].tool_calls'"),
-    (asked_for(None), "'messages[0].tool_calls[0]'"),
-    (asked_for({"id": "c"}), "tool_calls[0].function.name'"),
-    (asked_for({"function": {"name": 5}}), ".function.name'"),
-    ({"tools": "x"}, "'tools'"),
-    ({"tools": [TOOL, "x"]}, "'tools[1]'"),
-    ({"tools": [{"type": 5}]}, "'tools[0].type'"),
-    ({"tools": [{"type": "custom", "custom": {}}]}, "'tools[0].custom.name'"),
-    ({"stop": 5}, "'stop'"),
-    ({"stop": ["x", 5]}, "'stop[1]'"),
-    ({"n": 2}, "'n'"),
-    ({"max_completion_tokens": 0}, "'max_completion_tokens'"),
-    ({"max_completion_tokens": None, "max_tokens": 1.5}, "'max_tokens'"),
-    ({"max_completion_tokens": True}, "'max_completion_tokens'"),
-    ({"max_completion_tokens": "9"}, "'max_completion_tokens'"),
-    ({"modalities": ["text", "audio"]}, "'modalities'"),
-    (
-        {"messages": [{"role": "assistant", "function_call": {"name": "look"}}]},
-        "Use 'tool_calls' instead.",
-    ),
-    ({"functions": [TOOL["function"]]}, "Unsupported parameter: 'functions'"),
-    ({"function_call": "auto"}, "Unsupported parameter: 'function_call'"),
-    ({"logprobs": True}, "Unsupported parameter: 'logprobs' is not supported with this model"),
-    ({"top_logprobs": 5}, "Unsupported parameter: 'top_logprobs'"),
-    ({"audio": {"voice": "x"}}, "Unsupported parameter: 'audio'"),
-    ({"echo": True}, "Unsupported parameter: 'echo'"),
-]
+REFUSED = hostile.cases("""
+'messages'
+    {"messages": []}
+    {"messages": {}}
+    {"messages": null}
+'messages[0]'
+    {"messages": ["Hi"]}
+'messages[1].role'
+    {"messages": [{"role": "user", "content": "x"}, {"role": "robot"}]}
+'messages[0].role'
+    {"messages": [{"role": ["user"]}]}
+'messages[0].content'
+    {"messages": [{"role": "user", "content": 5}]}
+'messages[0].content[0]'
+    {"messages": [{"role": "user", "content": ["x"]}]}
+'messages[0].content[0].text'
+    {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+content[0]' has type 'gif'; this model takes
+    {"messages": [{"role": "user", "content": [{"type": "gif"}]}]}
+'messages[0].tool_calls'
+    {"messages": [{"role": "assistant", "tool_calls": "x"}]}
+'messages[0].tool_calls[0]'
+    {"messages": [{"role": "assistant", "tool_calls": [null]}]}
+tool_calls[0].function.name'
+    {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}
+.function.name'
+    {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]}
+'tools'
+    {"tools": "x"}
+'tools[1]'
+    {"tools": [{"type": "function", "function": {"name": "look", "description": "Looks.",
+        "parameters": {"type": "object"}}}, "x"]}
+'tools[0].type'
+    {"tools": [{"type": 5}]}
+'tools[0].custom.name'
+    {"tools": [{"type": "custom", "custom": {}}]}
+'stop'
+    {"stop": 5}
+'stop[1]'
+    {"stop": ["x", 5]}
+'n'
+    {"n": 2}
+'max_completion_tokens'
+    {"max_completion_tokens": 0}
+    {"max_completion_tokens": true}
+    {"max_completion_tokens": "9"}
+'max_tokens'
+    {"max_completion_tokens": null, "max_tokens": 1.5}
+'modalities'
+    {"modalities": ["text", "audio"]}
+Use 'tool_calls' instead.
+    {"messages": [{"role": "assistant", "function_call": {"name": "look"}}]}
+Unsupported parameter: 'functions'
+    {"functions": [{"name": "look", "description": "Looks.", "parameters": {"type": "object"}}]}
+Unsupported parameter: 'function_call'
+    {"function_call": "auto"}
+Unsupported parameter: 'logprobs' is not supported with this model
+    {"logprobs": true}
+Unsupported parameter: 'top_logprobs'
+    {"top_logprobs": 5}
+Unsupported parameter: 'audio'
+    {"audio": {"voice": "x"}}
+Unsupported parameter: 'echo'
+    {"echo": true}
+""")
 """Changes of the request, and the place or the words of the refusal."""
-MEANS = [
+MEANS = hostile.means("""
+tools = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}]
+    {"functions": [], "function_call": null, "logprobs": false, "top_logprobs": 0}
+    {"modalities": ["text"]}
+    {"tools": [{"type": "web_search"}, {"type": "function", "function": {"name": "look",
+        "description": "Looks.", "parameters": {"type": "object"}}}]}
+messages = [{"role": "tool", "content": "x", "tool_call_id": "", "name": "go"}]
+    {"messages": [{"role": "tool", "content": "x", "name": "go"}]}
+messages = [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]
+    {"messages": [{"role": "assistant", "reasoning": "Hm."}]}
+include_usage = false
+    {"stream_options": null}
+    {"stream_options": {}}
+    {"stream_options": {"include_usage": false}}
+    {"stream_options": "usage"}
+max_tokens = 9
+    {"max_completion_tokens": null}
+max_tokens = null
+    {"max_completion_tokens": null, "max_tokens": null}
+hosted_tools = [{"type": "web_search"}]
+    {"tools": [{"type": "web_search"}, {"type": "function", "function": {"name": "look",
+        "description": "Looks.", "parameters": {"type": "object"}}}]}
+stop = ["x"]
+    {"stop": "x"}
+stop = ["x", "y"]
+    {"stop": ["x", "y"]}
+stop = []
+    {"stop": null}
+    {"stop": ""}
+schema = {"a": 1}
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}
+schema = {}
+    {"response_format": {"type": "json_object"}}
+schema = null
+    {"response_format": {"type": "text"}}
+    {"response_format": null}
+client_metadata = {"metadata.promptId": "s####0"}
+    {"metadata": {"promptId": "s####0", "n": 1}}
+""")
+MEANS += [
     (
         {"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0},
         "tools",
         [TOOL],
     ),
     ({"modalities": ["text"]}, "tools", [TOOL]),
-    (
-        {"messages": [{"role": "tool", "content": "x", "name": "go"}]},
-        "messages",
-        [{**RESULT, "name": "go"}],
-    ),
-    (
-        {"messages": [{"role": "assistant", "reasoning": "Hm."}]},
-        "messages",
-        [assistant_message("", "Hm.", [])],
-    ),
-    ({"stream_options": None}, "include_usage", False),
-    ({"stream_options": {}}, "include_usage", False),
-    ({"stream_options": {"include_usage": False}}, "include_usage", False),
-    ({"stream_options": "usage"}, "include_usage", False),
-    ({"max_completion_tokens": None}, "max_tokens", 9),
-    ({"max_completion_tokens": None, "max_tokens": None}, "max_tokens", None),
     ({"tools": [{"type": "web_search"}, TOOL]}, "tools", [TOOL]),
-    ({"tools": [{"type": "web_search"}, TOOL]}, "hosted_tools", [{"type": "web_search"}]),
-    ({"stop": "x"}, "stop", ["x"]),
-    ({"stop": ["x", "y"]}, "stop", ["x", "y"]),
-    ({"stop": None}, "stop", []),
-    ({"stop": ""}, "stop", []),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
-        "schema",
-        {"a": 1},
-    ),
-    ({"response_format": {"type": "json_object"}}, "schema", {}),
-    ({"response_format": {"type": "text"}}, "schema", None),
-    ({"response_format": None}, "schema", None),
-    (
-        {"metadata": {"promptId": "s####0", "n": 1}},
-        "client_metadata",
-        {"metadata.promptId": "s####0"},
-    ),
 ]
 """Changes of the request, and a field of the decoded call with its value."""
 anything = hostile.values(

@@ -1,45 +1,53 @@
+import json
+
 import pytest
 
 from rolltap.addons.dialects.json_values import nests_deeper
 from rolltap.addons.dialects.protobuf import camel_case_fields, json_schema
 
+SCHEMAS = """
+{"type": "STRING"}
+    {"type": "string"}
+{"type": "string"}
+    {"type": "string"}
+{"type": "TYPE_UNSPECIFIED", "description": "Any."}
+    {"description": "Any."}
+{"type": ["STRING", "NULL"]}
+    {"type": ["string", "null"]}
+{"type": "ARRAY", "items": {"type": "INTEGER"}}
+    {"type": "array", "items": {"type": "integer"}}
+{"anyOf": [{"type": "NUMBER"}]}
+    {"anyOf": [{"type": "number"}]}
+{"any_of": [{"type": "NUMBER"}], "nullable": true}
+    {"anyOf": [{"type": "number"}, {"type": "null"}]}
+{"type": "STRING", "nullable": true}
+    {"type": ["string", "null"]}
+{"type": "STRING", "nullable": false}
+    {"type": "string"}
+{"type": "STRING", "format": "enum", "enum": ["a"], "nullable": true}
+    {"type": ["string", "null"], "enum": ["a", null]}
+{"type": "STRING", "format": "date"}
+    {"type": "string", "format": "date"}
+{"minItems": "1", "max_items": 2}
+    {"minItems": 1, "maxItems": 2}
+{"additionalProperties": {"type": "STRING"}}
+    {"additionalProperties": {"type": "string"}}
+{"additionalProperties": false}
+    {"additionalProperties": false}
+{"default": {"type": "STRING", "a_b": 1}}
+    {"default": {"type": "STRING", "a_b": 1}}
+null
+    null
+"x"
+    "x"
+"""
+"""Schemas, each with the JSON schema that it becomes below it."""
 
-@pytest.mark.parametrize(
-    ("schema", "converted"),
-    [
-        ({"type": "STRING"}, {"type": "string"}),
-        ({"type": "string"}, {"type": "string"}),
-        ({"type": "TYPE_UNSPECIFIED", "description": "Any."}, {"description": "Any."}),
-        ({"type": ["STRING", "NULL"]}, {"type": ["string", "null"]}),
-        (
-            {"type": "ARRAY", "items": {"type": "INTEGER"}},
-            {"type": "array", "items": {"type": "integer"}},
-        ),
-        ({"anyOf": [{"type": "NUMBER"}]}, {"anyOf": [{"type": "number"}]}),
-        (
-            {"any_of": [{"type": "NUMBER"}], "nullable": True},
-            {"anyOf": [{"type": "number"}, {"type": "null"}]},
-        ),
-        ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
-        ({"type": "STRING", "nullable": False}, {"type": "string"}),
-        (
-            {"type": "STRING", "format": "enum", "enum": ["a"], "nullable": True},
-            {"type": ["string", "null"], "enum": ["a", None]},
-        ),
-        ({"type": "STRING", "format": "date"}, {"type": "string", "format": "date"}),
-        ({"minItems": "1", "max_items": 2}, {"minItems": 1, "maxItems": 2}),
-        (
-            {"additionalProperties": {"type": "STRING"}},
-            {"additionalProperties": {"type": "string"}},
-        ),
-        ({"additionalProperties": False}, {"additionalProperties": False}),
-        ({"default": {"type": "STRING", "a_b": 1}}, {"default": {"type": "STRING", "a_b": 1}}),
-        (None, None),
-        ("x", "x"),
-    ],
-)
-def test_a_schema_becomes_a_json_schema(schema, converted):
-    assert json_schema(schema) == converted
+
+def test_a_schema_becomes_a_json_schema():
+    values = [json.loads(line) for line in SCHEMAS.strip().splitlines()]
+    for schema, converted in zip(values[::2], values[1::2], strict=True):
+        assert json_schema(schema) == converted
 
 
 def test_properties_keep_their_names_and_follow_the_property_ordering():

@@ -15,6 +15,7 @@ from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import read_rows
+from tests.addons.harness import rows
 from tests.addons.running import options_of, running
 
 COMPLETIONS = "https://api.openai.com/v1/chat/completions"
@@ -62,6 +63,18 @@ def captured(capture, *asked, **fields):
     return flow
 
 
+URLS = """
+https://app.example/api/v1/messages               no
+https://app.example/api/responses                 no
+https://app.example/v2/chat/completions           no
+https://app.example/v1/messages                   yes
+https://app.example/openai/v1/responses           no
+https://x.wild.example/api/v1/messages            no
+https://x.wild.example/v1/messages                yes
+https://openrouter.ai/api/v1/chat/completions     yes
+"""
+
+
 class TestHostsOfTheUser:
     """A host that the user allowed by its name is an application, not a provider."""
 
@@ -73,67 +86,50 @@ class TestHostsOfTheUser:
         async with running({**options, **named}, egress) as recorder:
             yield Capture(recorder, egress.allows)
 
-    @pytest.mark.parametrize(
-        ("url", "is_captured"),
-        [
-            ("https://app.example/api/v1/messages", False),
-            ("https://app.example/api/responses", False),
-            ("https://app.example/v2/chat/completions", False),
-            ("https://app.example/v1/messages", True),
-            ("https://app.example/openai/v1/responses", False),
-            ("https://x.wild.example/api/v1/messages", False),
-            ("https://x.wild.example/v1/messages", True),
-            ("https://openrouter.ai/api/v1/chat/completions", True),
-        ],
-    )
+    @pytest.mark.parametrize(("url", "is_captured"), rows(URLS))
     async def test_it_keeps_paths_that_only_a_prefix_makes_model_calls(
         self, capture, url, is_captured
     ):
-        assert captured(capture, url=url).metadata.get(CAPTURED, False) is is_captured
+        assert captured(capture, url=url).metadata.get(CAPTURED, False) == (is_captured == "yes")
+
+
+CAPTURED_URLS = """
+POST https://api.example.com/chat/completions
+POST https://api.openai.com/v1/chat/completions?api-version=1
+POST http://127.0.0.1:9/v1/chat/completions
+POST https://api.anthropic.com/v1/messages?beta=true
+POST https://api.anthropic.com/v1/messages/count_tokens
+POST https://api.openai.com/v1/responses
+POST https://generativelanguage.googleapis.com/v1beta/models/m:streamGenerateContent?alt=sse
+GET  https://api.openai.com/v1/models
+GET  https://chatgpt.com/backend-api/codex/models?client_version=1
+POST https://gateway.example/openai/deployments/gpt/chat/completions?a=b
+POST https://gateway.example/my/gateway/v1/messages
+"""
+OTHER_URLS = """
+GET     https://api.openai.com/v1/chat/completions
+PUT     https://api.openai.com/v1/chat/completions
+OPTIONS https://api.openai.com/v1/chat/completions
+POST    https://api.openai.com/v1/chat/completions/
+POST    https://api.openai.com/v1/chat/completions/5
+POST    https://api.openai.com/v1/chat/completions;x
+POST    https://api.openai.com/v1/Chat/completions
+POST    https://api.openai.com/v1/chat%2Fcompletions
+POST    https://api.openai.com/v1/models
+GET     https://api.openai.com/v1/engines/gpt-x
+GET     https://example.com/?/v1/models
+"""
 
 
 class TestModelCalls:
-    @pytest.mark.parametrize(
-        ("method", "url"),
-        [
-            ("POST", "https://api.example.com/chat/completions"),
-            ("POST", COMPLETIONS + "?api-version=1"),
-            ("POST", "http://127.0.0.1:9/v1/chat/completions"),
-            ("POST", "https://api.anthropic.com/v1/messages?beta=true"),
-            ("POST", "https://api.anthropic.com/v1/messages/count_tokens"),
-            ("POST", "https://api.openai.com/v1/responses"),
-            (
-                "POST",
-                "https://generativelanguage.googleapis.com/v1beta/models/m:streamGenerateContent?alt=sse",
-            ),
-            ("GET", "https://api.openai.com/v1/models"),
-            ("GET", "https://chatgpt.com/backend-api/codex/models?client_version=1"),
-            ("POST", "https://gateway.example/openai/deployments/gpt/chat/completions?a=b"),
-            ("POST", "https://gateway.example/my/gateway/v1/messages"),
-        ],
-    )
+    @pytest.mark.parametrize(("method", "url"), rows(CAPTURED_URLS))
     def test_they_go_to_the_endpoint_and_nowhere_else(self, recorder, capture, method, url):
         flow = captured(capture, method, url)
         assert (flow.metadata[CAPTURED], flow.response) == (True, None)
         path = request(method, url).request.path
         assert flow.request.url == f"http://127.0.0.1:{recorder.endpoint.port}{path}"
 
-    @pytest.mark.parametrize(
-        ("method", "url"),
-        [
-            ("GET", COMPLETIONS),
-            ("PUT", COMPLETIONS),
-            ("OPTIONS", COMPLETIONS),
-            ("POST", COMPLETIONS + "/"),
-            ("POST", COMPLETIONS + "/5"),
-            ("POST", COMPLETIONS + ";x"),
-            ("POST", "https://api.openai.com/v1/Chat/completions"),
-            ("POST", "https://api.openai.com/v1/chat%2Fcompletions"),
-            ("POST", "https://api.openai.com/v1/models"),
-            ("GET", "https://api.openai.com/v1/engines/gpt-x"),
-            ("GET", "https://example.com/?/v1/models"),
-        ],
-    )
+    @pytest.mark.parametrize(("method", "url"), rows(OTHER_URLS))
     def test_other_requests_are_left_alone(self, capture, method, url):
         flow = request(method, url, {"authorization": "Bearer key"})
         before = flow.request.get_state()

@@ -17,6 +17,7 @@ from rolltap.addons.proxy.egress import Egress, conflicting_host, is_allowed
 from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.recorder import Recorder
 from rolltap.addons.store.session_options import SessionOptions
+from tests.addons.harness import rows
 
 OPTIONS = {
     "own": SessionOptions(allow=("crates.io:443",)),
@@ -105,26 +106,27 @@ async def test_allowed_hosts_are_reached(egress, events, url):
     assert events == []
 
 
-@pytest.mark.parametrize(
-    ("session", "url", "reached"),
-    [
-        ("own", "https://crates.io/", True),
-        ("own", "http://crates.io/", False),
-        ("own", "https://pypi.org/", False),
-        ("none", "https://pypi.org/", False),
-        ("none", "https://crates.io/", False),
-        ("s1", "https://crates.io/", False),
-        ("judge", "http://crates.io/", True),
-    ],
-)
+OWN_HOSTS = """
+own    https://crates.io/  reached
+own    http://crates.io/   refused
+own    https://pypi.org/   refused
+none   https://pypi.org/   refused
+none   https://crates.io/  refused
+s1     https://crates.io/  refused
+judge  http://crates.io/   reached
+"""
+
+
+@pytest.mark.parametrize(("session", "url", "decision"), rows(OWN_HOSTS))
 async def test_a_sessions_own_hosts_stand_in_place_of_the_options(
-    egress, events, session, url, reached
+    egress, events, session, url, decision
 ):
     flow = seen(egress, url, **{SESSION: session})
+    reached = decision == "reached"
     assert (flow.response is None) is reached
     assert (await connect(egress, flow) is None) is reached
-    refused = [] if reached else [("refused", session)]
-    assert [(event.kind, event.session_id) for event in events[:1]] == refused
+    told = [(event.kind, event.session_id) for event in events[:1]]
+    assert told == ([] if reached else [("refused", session)])
 
 
 @pytest.mark.parametrize(("session", "reached"), [("judge", True), ("own", False)])
@@ -382,25 +384,29 @@ def test_a_wrong_pattern_is_an_error_of_the_start(egress, caplog):
     assert seen(egress, "https://pypi.org/").response.status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("pattern", "host", "port", "allowed"),
-    [
-        ("pypi.org", "pypi.org", 443, True),
-        ("pypi.org", "PyPI.org.", 80, True),
-        ("pypi.org", "pypi.org", 8080, False),
-        ("pypi.org:8080", "pypi.org", 8080, True),
-        ("pypi.org:8080", "pypi.org", 443, False),
-        ("pypi.org:*", "pypi.org", 22, True),
-        ("[ab].example.org", "a.example.org", 443, True),
-        ("[ab].example.org", "c.example.org", 443, False),
-        ("::1", "[::1]", 80, True),
-        ("*", "bad name", 80, False),
-        ("[2606:4700::1]:*", "2606:4700::1", 443, True),
-        ("[2606:4700::1]:*", "2606:4700::1:beef", 443, False),
-        ("[::1]:*", "::1:2:3:4", 443, False),
-        ("2606:*", "2606:4700:4700::1111", 443, False),
-        ("cafe:*", "cafe::1", 443, False),
-    ],
-)
-def test_a_host_is_allowed_on_the_ports_of_its_pattern(pattern, host, port, allowed):
-    assert is_allowed(read_patterns(pattern), host, port) is allowed
+PATTERNS = """
+pypi.org           pypi.org             443   allowed
+pypi.org           PyPI.org.            80    allowed
+pypi.org           pypi.org             8080  refused
+pypi.org:8080      pypi.org             8080  allowed
+pypi.org:8080      pypi.org             443   refused
+pypi.org:*         pypi.org             22    allowed
+[ab].example.org   a.example.org        443   allowed
+[ab].example.org   c.example.org        443   refused
+::1                [::1]                80    allowed
+[2606:4700::1]:*   2606:4700::1         443   allowed
+[2606:4700::1]:*   2606:4700::1:beef    443   refused
+[::1]:*            ::1:2:3:4            443   refused
+2606:*             2606:4700:4700::1111 443   refused
+cafe:*             cafe::1              443   refused
+"""
+
+
+@pytest.mark.parametrize(("pattern", "host", "port", "decision"), rows(PATTERNS))
+def test_a_host_is_allowed_on_the_ports_of_its_pattern(pattern, host, port, decision):
+    allowed = is_allowed(read_patterns(pattern), host, int(port))
+    assert allowed == (decision == "allowed")
+
+
+def test_a_name_with_a_blank_is_no_host():
+    assert not is_allowed(read_patterns("*"), "bad name", 80)

@@ -114,15 +114,6 @@ def decode_items(*items, **changes):
     return decode(instructions=None, input=list(items), **changes).messages
 
 
-def item(kind, **fields):
-    """Return the changes of a request that has one item."""
-    return {"input": [{"type": kind, **fields}]}
-
-
-def said(content, role="user"):
-    return {"input": [{"role": role, "content": content}]}
-
-
 def call(call_id, name, **fields):
     called = {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}"}
     return {**called, **fields}
@@ -236,60 +227,82 @@ class TestDecode:
 
 SUMMARY = base64.b64encode(b"rolltap-summary:They greeted.").decode()
 """The content of a compaction item, as it is issued."""
-TEXT = {"type": "input_text", "text": "See"}
-LOGPROBS = "message.output_text.logprobs"
-REFUSED = [
-    ({"input": []}, "'input'"),
-    ({"input": ""}, "'input'"),
-    ({"input": None}, "'input'"),
-    ({"input": {"role": "user"}}, "'input'"),
-    ({"instructions": None, "input": [{"type": "additional_tools", "tools": []}]}, "'input'"),
-    ({"input": ["Hi"]}, "'input[0]'"),
-    ({"input": [{"type": ["message"]}]}, "'input[0].type'"),
-    ({"input": [{"role": "user", "content": "x"}, {"role": "robot"}]}, "'input[1].role'"),
-    (said(5), "'input[0].content'"),
-    (said(["x"]), "'input[0].content[0]'"),
-    (said([{"type": "input_text"}]), "'input[0].content[0].text'"),
-    (item("reasoning", summary="x"), "'input[0].summary'"),
-    (item("function_call", call_id="t", arguments="{}"), "'input[0].name'"),
-    (item("function_call", call_id="t", name="x"), "'input[0].arguments'"),
-    (item("function_call", name="x", arguments="{}"), "'input[0].call_id'"),
-    (item("custom_tool_call", call_id="t", name="x"), "'input[0].input'"),
-    (item("function_call_output", output="x"), "'input[0].call_id'"),
-    (item("function_call_output", call_id="t", output={}), "'input[0].output'"),
-    (item("web_search_call", id="ws_1"), "'input[0]' has type 'web_search_call'"),
-    (item("additional_tools", tools="x"), "'input[0].tools'"),
-    ({"instructions": 5}, "'instructions'"),
-    ({"tools": "x"}, "'tools'"),
-    ({"tools": [LOOK, "x"]}, "'tools[1]'"),
-    ({"tools": [{"type": "function"}]}, "'tools[0].name'"),
-    (
-        {"tools": [{"type": "namespace", "name": "n", "tools": [SEARCH]}]},
-        "'tools[0].tools[0].type'",
-    ),
-    ({"max_output_tokens": 0}, "'max_output_tokens'"),
-    ({"background": True}, "'background'"),
-    ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
-    (said([TEXT, {"type": "x"}]), "'input[0].content[1]' has type 'x'; this model"),
-    (
-        item("function_call_output", call_id="t", output=[TEXT, {"type": "x"}]),
-        "'input[0].output[1]' has type 'x'; this model takes text only",
-    ),
-    ({"top_logprobs": 1}, "Unsupported parameter: 'top_logprobs'"),
-    ({"include": [LOGPROBS]}, f"'include' must be a list without '{LOGPROBS}'"),
-]
+REFUSED = hostile.cases("""
+'input'
+    {"input": []}
+    {"input": ""}
+    {"input": null}
+    {"input": {"role": "user"}}
+    {"instructions": null, "input": [{"type": "additional_tools", "tools": []}]}
+'input[0]'
+    {"input": ["Hi"]}
+'input[0].type'
+    {"input": [{"type": ["message"]}]}
+'input[1].role'
+    {"input": [{"role": "user", "content": "x"}, {"role": "robot"}]}
+'input[0].content'
+    {"input": [{"role": "user", "content": 5}]}
+'input[0].content[0]'
+    {"input": [{"role": "user", "content": ["x"]}]}
+'input[0].content[0].text'
+    {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}
+'input[0].summary'
+    {"input": [{"type": "reasoning", "summary": "x"}]}
+'input[0].name'
+    {"input": [{"type": "function_call", "call_id": "t", "arguments": "{}"}]}
+'input[0].arguments'
+    {"input": [{"type": "function_call", "call_id": "t", "name": "x"}]}
+'input[0].call_id'
+    {"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}
+    {"input": [{"type": "function_call_output", "output": "x"}]}
+'input[0].input'
+    {"input": [{"type": "custom_tool_call", "call_id": "t", "name": "x"}]}
+'input[0].output'
+    {"input": [{"type": "function_call_output", "call_id": "t", "output": {}}]}
+'input[0]' has type 'web_search_call'
+    {"input": [{"type": "web_search_call", "id": "ws_1"}]}
+'input[0].tools'
+    {"input": [{"type": "additional_tools", "tools": "x"}]}
+'instructions'
+    {"instructions": 5}
+'tools'
+    {"tools": "x"}
+'tools[1]'
+    {"tools": [{"type": "function", "name": "look", "description": "Looks.",
+        "parameters": {"type": "object"}, "strict": false}, "x"]}
+'tools[0].name'
+    {"tools": [{"type": "function"}]}
+'tools[0].tools[0].type'
+    {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search",
+        "external_web_access": false}]}]}
+'max_output_tokens'
+    {"max_output_tokens": 0}
+'background'
+    {"background": true}
+'prompt'
+    {"prompt": {"id": "pmpt_1"}}
+'input[0].content[1]' has type 'x'; this model
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "See"}, {"type": "x"}]}]}
+'input[0].output[1]' has type 'x'; this model takes text only
+    {"input": [{"type": "function_call_output", "call_id": "t", "output": [{"type": "input_text",
+        "text": "See"}, {"type": "x"}]}]}
+Unsupported parameter: 'top_logprobs'
+    {"top_logprobs": 1}
+'include' must be a list without 'message.output_text.logprobs'
+    {"include": ["message.output_text.logprobs"]}
+""")
 """Changes of the request, and the place or the words of the refusal."""
-MEANS = [
-    ({"instructions": None, "input": "Hi"}, "messages", [user("Hi")]),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": 1}}}},
-        "schema",
-        {"a": 1},
-    ),
-    ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, "schema", {}),
-    ({"text": {"format": {"type": "text"}}}, "schema", None),
-    ({"text": {"format": None}}, "schema", None),
-]
+MEANS = hostile.means("""
+messages = [{"role": "user", "content": "Hi"}]
+    {"instructions": null, "input": "Hi"}
+schema = {"a": 1}
+    {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": 1}}}}
+schema = {}
+    {"text": {"format": {"type": "json_object"}, "verbosity": "low"}}
+schema = null
+    {"text": {"format": {"type": "text"}}}
+    {"text": {"format": null}}
+""")
 """Changes of the request, and a field of the decoded call with its value."""
 NAMES = "type role content summary text call_id name namespace tools arguments output"
 KINDS = """
