@@ -580,6 +580,16 @@ class TestNodes:
             assert await result == []
         assert seen == ["g-0", "g-0~1"]
 
+    async def test_the_block_fails_with_its_last_node(self):
+        async def fail():
+            only = PlayedNode()
+            async with open_runner(only) as running:
+                await running.submit(group_of("g", 0))
+                await only.die("g-0")
+
+        with pytest.raises(NodeLostError, match="the machine is off"):
+            await fail()
+
     async def test_without_a_node_sessions_wait_for_the_next_of_its_name_if_somebody_is_told(self):
         told = []
         node = PlayedNode()
