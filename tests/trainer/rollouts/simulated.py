@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from rolltap.trainer.rollouts.queue import SessionQueue
 
+KINDS = ("prepare", "run", "judge")
+
 
 @dataclass(slots=True)
 class Simulated:
@@ -34,7 +36,9 @@ def simulate(
 ) -> Simulated:
     """Run groups of sessions to their end. `times` returns the seconds to prepare, run and judge a
     session."""
-    seen, number, now = Simulated(), itertools.count(), 0.0
+    seen = Simulated()
+    number = itertools.count()
+    now = 0.0
     events: list[tuple[float, int, str, str]] = []
     for index, group in enumerate(groups):
         queue.submit(f"g{index}", group)
@@ -43,8 +47,9 @@ def simulate(
             if kind == "close":
                 seen.closed[group_id] = now
                 continue
-            taken = dict(zip(("prepare", "run", "judge"), times(session_id), strict=True))[kind]
-            seen.ran += taken if kind == "run" else 0.0
+            taken = times(session_id)[KINDS.index(kind)]
+            if kind == "run":
+                seen.ran += taken
             heapq.heappush(events, (now + taken, next(number), kind, session_id))
         if not events:
             seen.end = now

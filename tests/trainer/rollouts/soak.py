@@ -28,8 +28,11 @@ from tests.boxes import wait_until_dead
 from tests.conftest import free_port
 from tests.scripted_engine import Reply, Say, ScriptedEngine
 
-FAILING_STARTS, FAILING_JUDGES = 0.25, 0.3
-TASKS, SESSIONS, SEED = 4, 16, 1
+FAILING_STARTS = 0.25
+FAILING_JUDGES = 0.3
+TASKS = 4
+SESSIONS = 16
+SEED = 1
 
 HARNESS = """
 import json, os, subprocess, urllib.request
@@ -39,7 +42,7 @@ for text in ("Hello", "More"):
     request = urllib.request.Request(
         "https://api.openai.com/v1/chat/completions", json.dumps(ask).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with urllib.request.urlopen(request, timeout=600) as reply:
         answer = json.load(reply)["choices"][0]["message"]["content"]
 open("answer.txt", "w").write(answer)
 """
@@ -53,7 +56,11 @@ class BadDay(ProcessRuntime):
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[ProcessBox]:
         """Yield a box, or raise `OSError`: more often for a judge, which has no proxy."""
-        what, rate = ("judge", FAILING_JUDGES) if spec.proxy is None else ("start", FAILING_STARTS)
+        what = "start"
+        rate = FAILING_STARTS
+        if spec.proxy is None:
+            what = "judge"
+            rate = FAILING_JUDGES
         place = re.sub("-[0-9a-f]{8}[.]", "-", _current.get())
         if place and random.Random(f"{SEED}/{what}/{place}").random() < rate:
             raise OSError(f"no box for the {what}")
@@ -96,14 +103,10 @@ def processes(marker: str) -> dict[int, str]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-            if (
-                int(folder.name) != os.getpid()
-                and marker.encode() in command.encode() + (folder / "environ").read_bytes()
-            ):
-                found[int(folder.name)] = command
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+            known = command + (folder / "environ").read_bytes()
+            if int(folder.name) != os.getpid() and marker.encode() in known:
+                found[int(folder.name)] = command.decode(errors="replace")
         except (OSError, ValueError):
             continue
     return found
@@ -121,7 +124,9 @@ class BadLuck:
     def __init__(self, tokenizer: Any, run: Path, at: Mapping[int, str]) -> None:
         self.rollout: subprocess.Popen[bytes]
         self.done: list[str] = []
-        self._tokenizer, self._run, self._at = tokenizer, run, at
+        self._tokenizer = tokenizer
+        self._run = run
+        self._at = at
         self._requests = 0
         self._restarting = threading.Thread()
         self.engine = self._engine(free_port())  # it stays free while the engine is restarted
@@ -134,7 +139,8 @@ class BadLuck:
     def _reply(self, request: dict[str, Any]) -> Reply:
         self._requests += 1
         act = self._at.get(self._requests)
-        self.done += [act] if act else []
+        if act is not None:
+            self.done.append(act)
         if act == "kill rolltap":
             self.rollout.kill()
         elif act == "kill the recorder":
@@ -164,9 +170,11 @@ def endure(tokenizer: Any, folder: Path, at: Mapping[int, str]) -> tuple[list[in
     The run is `folder / "run"`. All processes have the folder on their command line or in their
     environment.
     """
-    run, temporary = folder / "run", folder / "tmp"
+    run = folder / "run"
+    temporary = folder / "tmp"
     temporary.mkdir()
-    luck, statuses = BadLuck(tokenizer, run, at), []
+    luck = BadLuck(tokenizer, run, at)
+    statuses: list[int] = []
     arguments = [luck.engine.url, luck.engine.root, str(run)]
     try:
         with (folder / "rollout.log").open("ab") as log:

@@ -70,17 +70,17 @@ def test_what_engines_serve_is_said_and_other_weights_than_the_runs_policy_are_a
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(("model", "version"), [("org/other", "default"), (None, None)])
 def test_engines_of_different_models_or_weights_are_named(
-    scripted_engine, tokenizer, check_with, caplog
+    scripted_engine, tokenizer, check_with, caplog, model, version
 ):
-    for model, version in (("org/other", "default"), (None, None)):
-        caplog.clear()
-        with ScriptedEngine(tokenizer) as other:
-            other.root, other.weight_version = model or other.root, version
-            check_with(f"{scripted_engine.url},{other.url}")
-            (warning,) = caplog.messages
-            assert warning.startswith("the engines serve different weights (")
-            assert f"{other.url}: {version or 'unknown'} of {other.root}" in warning
+    with ScriptedEngine(tokenizer) as other:
+        other.root = model or other.root
+        other.weight_version = version
+        check_with(f"{scripted_engine.url},{other.url}")
+    (warning,) = caplog.messages
+    assert warning.startswith("the engines serve different weights (")
+    assert f"{other.url}: {version or 'unknown'} of {other.root}" in warning
 
 
 class Plain:
@@ -97,13 +97,15 @@ class Images(Plain):
     copy_out = print
 
 
-PROCESS, SANDBOX, CONTAINER = (
-    Plain("process", False),
-    Plain("sandbox", True),
-    Images("container", True),
-)
+PROCESS = Plain("process", False)
+SANDBOX = Plain("sandbox", True)
+CONTAINER = Images("container", True)
 MOUNTS = {"kind": "command", "command": ["x"], "mounts": {"/tests": "tests"}}
 SEVERAL = {"kind": "several", "judges": [{"name": "a", "judge": MOUNTS}]}
+ELSEWHERE = {**MOUNTS, "writable": ["/etc/x"]}
+NO_PATHS = r"its judge needs absolute paths of its own"
+NO_IMAGES = r"needs the image a/b, and the runtime {} has no images"
+NETWORK = r"needs a network: x\. .*"
 
 
 def make_task(**fields):
@@ -114,45 +116,17 @@ def make_task(**fields):
 @pytest.mark.parametrize(
     ("fields", "runtime", "message"),
     [
-        ({"image": "a/b"}, SANDBOX, r"needs the image a/b, and the runtime sandbox has no images"),
-        ({"image": "a/b"}, PROCESS, r"needs the image a/b, and the runtime process has no images"),
+        ({"image": "a/b"}, SANDBOX, NO_IMAGES.format("sandbox")),
+        ({"image": "a/b"}, PROCESS, NO_IMAGES.format("process")),
         ({}, CONTAINER, r"has no image, and the runtime container needs one: give 'image'"),
-        (
-            {"needs_network": "test.sh, line 3"},
-            SANDBOX,
-            r"needs a network: test\.sh, line 3\. With every runtime but process .*use the runtime process$",
-        ),
-        (
-            {"image": "a", "needs_network": "x"},
-            CONTAINER,
-            r"needs a network: x\. .* name the hosts in .* 'allow'",
-        ),
-        (
-            {"judge": MOUNTS, "needs_network": "x"},
-            SANDBOX,
-            r"needs a network: x\. .*the downloads from the task$",
-        ),
-        (
-            {"judge": MOUNTS, "needs_network": "x"},
-            PROCESS,
-            r"needs a network: x\. .*the downloads from the task$",
-        ),
-        (
-            {"judge": MOUNTS},
-            PROCESS,
-            r"its judge needs absolute paths of its own, .* runtime process does not have",
-        ),
-        ({"judge": SEVERAL}, PROCESS, r"its judge needs absolute paths of its own"),
-        (
-            {"workdir": "/usr/src/app"},
-            SANDBOX,
-            r"has /usr/src/app in its box, and a sandbox shows this machine's",
-        ),
-        (
-            {"judge": {**MOUNTS, "writable": ["/etc/x"]}},
-            SANDBOX,
-            r"has /etc/x in its box, and a sandbox shows",
-        ),
+        ({"needs_network": "x"}, SANDBOX, NETWORK + "use the runtime process$"),
+        ({"image": "a", "needs_network": "x"}, CONTAINER, NETWORK + "name the hosts in .* 'allow'"),
+        ({"judge": MOUNTS, "needs_network": "x"}, SANDBOX, NETWORK + "downloads from the task$"),
+        ({"judge": MOUNTS, "needs_network": "x"}, PROCESS, NETWORK + "downloads from the task$"),
+        ({"judge": MOUNTS}, PROCESS, f"{NO_PATHS}, .* runtime process does not have"),
+        ({"judge": SEVERAL}, PROCESS, NO_PATHS),
+        ({"workdir": "/usr/src/app"}, SANDBOX, "has /usr/src/app in its box, and a sandbox shows"),
+        ({"judge": ELSEWHERE}, SANDBOX, "has /etc/x in its box, and a sandbox shows"),
     ],
 )
 def test_what_the_runtime_does_not_have_is_named_with_its_task(fields, runtime, message):
@@ -167,15 +141,13 @@ def test_a_judge_whose_make_computes_its_targets_is_refused_without_paths(tmp_pa
         (tmp_path / script).parent.mkdir(exist_ok=True)
         (tmp_path / script).write_text("# make sure\ncd . && CC=gcc /usr/bin/make test\n")
     make = {"kind": "command", "command": command, "tests": tmp_path / "tests"}
-    with pytest.raises(
-        InputError, match=r"'t' .*runs make, and Makefile computes names .* Set the judge's 'paths'"
-    ):
+    computes = r"'t' .*runs make, and Makefile computes names .* Set the judge's 'paths'"
+    with pytest.raises(InputError, match=computes):
         fit_tasks([make_task(workspace=tmp_path, judge=make)], PROCESS)
     (tmp_path / "other.sh").write_text("# make sure\necho make\n")
-    said = make_task(workspace=tmp_path, judge={**make, "paths": ["*.c"]})
-    other = make_task(workspace=tmp_path, judge={**make, "command": ["sh", "other.sh"]})
-    assert fit_tasks([said], PROCESS) == [said]
-    assert fit_tasks([other], PROCESS) == [other]
+    for fitting in ({"paths": ["*.c"]}, {"command": ["sh", "other.sh"]}):
+        task = make_task(workspace=tmp_path, judge={**make, **fitting})
+        assert fit_tasks([task], PROCESS) == [task]
 
 
 HARNESS = Harness(name="h", program="h", headless=["-p", "--prompt={instruction}"])
@@ -196,12 +168,8 @@ def test_an_instruction_that_is_no_argument_of_a_program_is_refused_and_the_othe
         subprocess.run(["true", *command_for(large.instruction)])
     assert fit_tasks([large, fitting], PROCESS, harness) == [fitting]
     (line,) = caplog.messages
-    assert (
-        "task 'large' (a.jsonl, line 3): its instruction makes an argument of 131,073 bytes" in line
-    )
-    with pytest.raises(
-        InputError, match=r"'large' .*shorten it, or lay its text into the workspace"
-    ):
+    assert "task 'large' (a.jsonl, line 3): its instruction makes an argument of 131,073" in line
+    with pytest.raises(InputError, match=r"'large' .*shorten it, or lay its text into the"):
         fit_tasks([large], PROCESS, harness)
 
 
@@ -216,19 +184,17 @@ def test_of_many_tasks_those_that_do_not_fit_are_left_out_and_counted(caplog):
         fit_tasks(bad, SANDBOX)
 
 
+TESTS = {"kind": "pytest", "tests": "nope"}
+NO_MOUNTS = {**MOUNTS, "mounts": {"/t": "nope"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
         ({"workspace": "nope"}, "the workspace nope is not a folder"),
         ({"files": {"a": "nope"}}, "'files' names nope, which does not exist"),
-        (
-            {"judge": {"kind": "pytest", "tests": "nope"}},
-            r"'judge\.tests' names nope, which does not exist",
-        ),
-        (
-            {"judge": {**MOUNTS, "mounts": {"/t": "nope"}}},
-            r"'judge\.mounts' names nope, which does not exist",
-        ),
+        ({"judge": TESTS}, r"'judge\.tests' names nope, which does not exist"),
+        ({"judge": NO_MOUNTS}, r"'judge\.mounts' names nope, which does not exist"),
     ],
 )
 def test_a_path_that_is_not_there_is_named_before_anything_starts(fields, what):
@@ -256,7 +222,9 @@ class Builder(ContainerRuntime):
 
     def __init__(self, build=True):
         super().__init__(build=build)
-        self.built, self.running, self.most = [], 0, 0
+        self.built = []
+        self.running = 0
+        self.most = 0
 
     async def build(self, image, build, log):
         self.built.append((image, log))
@@ -282,35 +250,27 @@ def to_build(tmp_path):
 
 @pytest.mark.parametrize("runtime", [Builder(build=False), PROCESS, SANDBOX, CONTAINER])
 def test_a_task_that_needs_a_build_is_refused_without_it_and_the_option_is_named(to_build, runtime):
-    message = (
-        r"a/Dockerfile, line 2: RUN make: this needs an image to be built: use --build with"
-        r" --runtime container"
-    )
+    message = r"a/Dockerfile, line 2: RUN make: this needs an image to be built: use --build"
     with pytest.raises(InputError, match=message):
         fit_tasks([to_build("a", "FROM x")], runtime)
 
 
 async def test_images_are_built_at_the_same_time_and_alike_ones_once(to_build, tmp_path):
     runtime = Builder()
-    tasks = fit_tasks(
-        [to_build(name, f"FROM {name[0]}") for name in ("a1", "a2", "b", "c", "d")], runtime
-    )
+    tasks = [to_build(name, f"FROM {name[0]}") for name in ("a1", "a2", "b", "c", "d")]
+    tasks = fit_tasks(tasks, runtime)
     assert [task.image for task in tasks] == [image_of(task.build) for task in tasks]
-    assert await build_images([*tasks, make_task(image="x")], runtime, tmp_path, at_once=3) == [
-        *tasks,
-        make_task(image="x"),
-    ]
-    assert len({image for image, _ in runtime.built}) == len({log for _, log in runtime.built}) == 4
-    assert (len(runtime.built), runtime.most) == (4, 3)
+    tasks.append(make_task(image="x"))
+    assert await build_images(tasks, runtime, tmp_path, at_once=3) == tasks
+    images, logs = zip(*runtime.built, strict=True)
+    assert len(images) == len({*images}) == len({*logs}) == 4
+    assert runtime.most == 3
 
 
 async def test_a_build_that_fails_costs_its_tasks_and_no_other(to_build, tmp_path, caplog):
     runtime = Builder()
     bad, good = fit_tasks([to_build("bad", "RUN fails"), to_build("good", "FROM x")], runtime)
     assert await build_images([bad, good], runtime, tmp_path, at_once=1) == [good]
-    assert (
-        "1 refused of 2 tasks: 1 x task 'bad' (a.jsonl, line 3): its image cannot be built"
-        in caplog.text
-    )
+    assert "1 refused of 2 tasks: 1 x task 'bad' (a.jsonl, line 3): its image" in caplog.text
     with pytest.raises(InputError, match=r"task 'bad' .*: its image cannot be built: exit 1"):
         await build_images([bad], runtime, tmp_path, at_once=1)
