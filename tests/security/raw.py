@@ -157,13 +157,15 @@ class Server:
     def _answer(self, connection):
         position = len(self.connections)
         self.connections.append(b"")
-        with suppress(OSError), connection:
-            if self._tls:
-                connection = self._tls.wrap_socket(connection, True)
+        with suppress(OSError), self._secured(connection) as connection:
             while data := connection.recv(65536):
                 if not self.connections[position]:
                     connection.sendall(self.answer)
                 self.connections[position] += data
 
+    def _secured(self, connection):
+        return self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
+
     def close(self):
+        self._socket.shutdown(socket.SHUT_RDWR)  # or who waits for a connection would go on
         self._socket.close()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -87,19 +88,18 @@ def test_many_open_files_are_counted_a_part_at_a_time(tmp_path, monkeypatch):
         " input()"
     )
     command = [sys.executable, "-c", code]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second,
-    ):
-        processes = [psutil.Process(each.pid) for each in (first, second)]
-        for each in (first, second):
-            each.stdout.readline()
-        nameless, looks = Nameless(), []
+    nameless = Nameless()
+    looks = []
+    with ExitStack() as stack:
+        processes = []
+        for _ in range(2):
+            opens = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stack.enter_context(opens)  # it ends with its input
+            opens.stdout.readline()
+            processes.append(psutil.Process(opens.pid))
         for _ in range(2):
             nameless.look(lambda: list(processes))
             looks.append(nameless.in_memory >> 20)
-        for each in (first, second):
-            each.communicate(b"\n")
     assert looks == [1, 2]
 
 
@@ -116,7 +116,7 @@ async def test_the_looks_at_many_boxes_keep_no_other_work_waiting():
     await asyncio.sleep(0)
     await asyncio.sleep(0)  # each has asked for its looks
     try:
-        assert await asyncio.wait_for(asyncio.to_thread(int), 60) == 0
+        assert await asyncio.wait_for(asyncio.to_thread(int), 120) == 0
     finally:
         go_on.set()
         for each in watches:

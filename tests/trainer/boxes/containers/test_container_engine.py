@@ -33,41 +33,41 @@ def option(command, name):
     return [value for key, value in pairwise(command) if key == name]
 
 
+OPTIONS = {
+    "--network": "none",
+    "--cap-drop": "all",
+    "--label": "rolltap=run1",
+    "--pull": "never",
+    "--entrypoint": "/bin/sh",
+}
+WITH_RIGHTS = {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"}
+
+
 @pytest.mark.parametrize("program", ["podman", "docker"])
 def test_a_container_has_no_network_no_capabilities_and_no_way_to_more(program, tmp_path):
     engine = ContainerEngine(command=(program, "--global"), label="run1")
     command = create(tmp_path, engine)
     assert command[:3] == [program, "--global", "create"]
-    assert option(command, "--network") == ["none"]
-    assert option(command, "--cap-drop") == ["all"]
-    assert "no-new-privileges" in option(command, "--security-opt")
-    assert option(command, "--label") == ["rolltap=run1"]
-    assert option(command, "--pull") == ["never"]
-    assert option(command, "--entrypoint") == ["/bin/sh"]
-    assert command[command.index("python:3.12") + 1] == "-c"
+    for name, value in OPTIONS.items():
+        assert option(command, name) == [value]
+    assert not WITH_RIGHTS & {*command}
+    security = " ".join(option(command, "--security-opt"))
+    assert "no-new-privileges" in security
     # its first process is out of reach for the programs: of another user in Docker, masked in
     # Podman
-    assert option(command, "--user") == [{"podman": "0:0", "docker": "65534:65534"}[program]]
+    assert option(command, "--user") == ["0:0" if program == "podman" else "65534:65534"]
     assert option(engine.execute("x", ["sh"]), "--user") == ["0:0"]
-    assert any("mask=" in value for value in option(command, "--security-opt")) == (
-        program == "podman"
-    )
+    assert ("mask=" in security) == (program == "podman")
     # this machine's proxy variables do not reach it
     assert ("--http-proxy=false" in command) == (program == "podman")
-    assert not {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"} & set(
-        command
-    )
 
 
 def test_limits_are_given_as_far_as_control_groups_work_and_none_is_above_this_process_own(
     tmp_path,
 ):
     limits = Limits(cpus=1.5, memory_gib=2, processes=100, disk_gib=1)
-    command = create(
-        tmp_path,
-        ContainerEngine(command=("docker",), controllers={"cpu", "memory", "pids"}),
-        limits=limits,
-    )
+    engine = ContainerEngine(command=("docker",), controllers={"cpu", "memory", "pids"})
+    command = create(tmp_path, engine, limits=limits)
     assert option(command, "--cpus") == ["1.5"]
     assert option(command, "--memory") == option(command, "--memory-swap") == [str(2 << 30)]
     assert int(option(command, "--pids-limit")[0]) > 100
@@ -110,22 +110,23 @@ def test_the_limits_of_docker_are_those_that_its_daemon_has(docker):
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "options", "calls"),
+    [
+        ("profile", ["name=seccomp"], [["read"]]),
+        ("profile", [], []),
+        ("no", ["seccomp"], []),
+    ],
+)
 def test_docker_gets_the_narrowed_profile_of_podman_where_both_have_one(
-    docker, tmp_path, monkeypatch
+    docker, tmp_path, monkeypatch, path, options, calls
 ):
-    (tmp_path / "profile").write_text(
-        json.dumps({"syscalls": [{"names": ["read", "ptrace", "mount"]}]})
-    )
-    for path, options, has in (
-        ("profile", ["name=seccomp"], True),
-        ("profile", [], False),
-        ("no", ["seccomp"], False),
-    ):
-        monkeypatch.setattr(find, "_PROFILE", str(tmp_path / path))
-        docker(SecurityOptions=["name=rootless", *options])
-        profile = find_engine("docker", ()).seccomp
-        assert (profile is not None) is has
-        assert not has or profile["syscalls"][0]["names"] == ["read"]
+    profile = {"syscalls": [{"names": ["read", "ptrace", "mount"]}]}
+    (tmp_path / "profile").write_text(json.dumps(profile))
+    monkeypatch.setattr(find, "_PROFILE", str(tmp_path / path))
+    docker(SecurityOptions=["name=rootless", *options])
+    narrowed = find_engine("docker", ()).seccomp or {"syscalls": []}
+    assert [rule["names"] for rule in narrowed["syscalls"][:1]] == calls
 
 
 def test_a_daemon_of_root_serves_root_only(docker, monkeypatch):
@@ -158,13 +159,15 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_the_digest_of_a_root_folder_is_that_of_its_copy_until_it_changes(what, root, tmp_path):
     subprocess.run(["cp", "-a", root, tmp_path / "copy"], check=True)
-    assert path_digest(str(root)) == path_digest(str(tmp_path / "copy"))
-    assert path_digest(str(root)).startswith("sha256:")
+    digest = path_digest(str(root))
+    assert digest.startswith("sha256:")
+    assert path_digest(str(tmp_path / "copy")) == digest
     subprocess.run(["sh", "-c", CHANGES[what]], cwd=root / "testbed", check=True)
-    assert path_digest(str(root)) != path_digest(str(tmp_path / "copy"))
-    with pytest.raises(
-        InputError, match="absent is no folder of this machine; an image name does not begin with /"
-    ):
+    assert path_digest(str(root)) != digest
+
+
+def test_a_root_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"absent is no folder .*; an image name does not begin"):
         path_digest(str(tmp_path / "absent"))
 
 
@@ -182,9 +185,7 @@ def test_a_folder_of_a_root_folder_is_copied_with_its_links_as_they_are_and_noth
 
 
 def test_a_command_that_fails_says_its_own_message():
-    with pytest.raises(
-        OSError, match=r"`sh -c 'echo why >&2; exit 3' \.\.\.` fails with status 3: why"
-    ):
+    with pytest.raises(OSError, match=r"`sh -c '.*' \.\.\.` fails with status 3: why"):
         call(["sh", "-c", "echo why >&2; exit 3"])
     with pytest.raises(OSError, match=r"does not end within 0\.1 s"):
         call(["sleep", "60"], timeout=0.1)
