@@ -47,7 +47,7 @@ def scored(*logprobs, limited=None):
 
 def write(folder, step, steps, attempt=0):
     with RunWriter(folder) as writer:
-        write_step(writer, lambda number: f"run.{number}.{attempt}", step, *steps)
+        write_step(writer, f"run.{{}}.{attempt}".format, step, *steps)
 
 
 def rows_of(folder, name):

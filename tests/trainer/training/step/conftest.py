@@ -1,7 +1,13 @@
+import os
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Before transformers, which takes no package whose import fails: fla warns that there is no GPU.
+if find_spec("fla"):
+    os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 from rolltap.trainer.training.step import linear
 from tests.trainer.training.step.tiny import make_trainer, record, tiny_model

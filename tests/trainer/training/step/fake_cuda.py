@@ -64,6 +64,5 @@ def _error(case: Callable[[], None]) -> str | None:
 
 if __name__ == "__main__":
     print(json.dumps(run(sys.argv[1])), flush=True)
-    os._exit(
-        0
-    )  # torch's thread for the device may be running, and would abort the end of the process
+    # torch's thread for the device may be running, and would abort the end of the process
+    os._exit(0)

@@ -30,19 +30,17 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"epsilon_high": 1.02},
     "sapo": {},
     "luspo": {},
-    "vespo": {},
+    "vespo": {},  # has no importance ratios of sequences
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {"loss_type": name, **needed} for name, needed in LOSSES.items()},
-    **{
-        f"{name}, sequences": {"loss_type": name, "importance_sampling_level": "sequence", **needed}
-        for name, needed in LOSSES.items()
-        if name != "vespo"
-    },
-    **{
-        f"{mode} {action}": {**CORRECTED, "vllm_importance_sampling_mode": f"{mode}_{action}"}
-        for mode, action in product(("token", "sequence"), ("truncate", "mask"))
-    },
+OPTIONS: dict[str, dict[str, Any]] = {}
+"""Name -> arguments that change the gradient off policy."""
+for name, needed in LOSSES.items():
+    OPTIONS[name] = {"loss_type": name, **needed}
+for name in list(LOSSES)[:-1]:
+    OPTIONS[f"{name}, sequences"] = OPTIONS[name] | {"importance_sampling_level": "sequence"}
+for mode, action in product(("token", "sequence"), ("truncate", "mask")):
+    OPTIONS[f"{mode} {action}"] = CORRECTED | {"vllm_importance_sampling_mode": f"{mode}_{action}"}
+OPTIONS |= {
     "least weight": {
         **CORRECTED,
         "vllm_importance_sampling_mode": "token_mask",
@@ -73,7 +71,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two iterations": {"num_iterations": 2},
     "two iterations, corrected": {"num_iterations": 2, **CORRECTED},
 }
-"""Name -> arguments that change the gradient off policy."""
 
 ENTROPIES: dict[str, dict[str, Any]] = {
     "entropy bonus": {"entropy_coef": 0.05},
@@ -134,24 +131,23 @@ class Case:
                 weight.data += 0.02 * torch.randn_like(weight)
 
     def gradients(self, lora: bool = False, **way: Any) -> dict[str, torch.Tensor]:
-        way = {"gradient_accumulation_steps": 1, "activation_checkpointing": False} | way
-        traces = self.traces[way.pop("strategy", "prefix_merging")]
-        adapter = (
-            LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
-        )
+        options = {"gradient_accumulation_steps": 1, **way}
+        traces = self.traces[options.pop("strategy", "prefix_merging")]
+        given = self.reference
+        adapter = None
+        if lora:
+            given = self.model
+            adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+            torch.manual_seed(5)
         with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(5)  # for the adapter
-            steps = way.get("num_iterations", 1)
-            source = lambda rows: traces  # noqa: E731
-            given = self.model if lora else self.reference
             trainer = tiny.make_trainer(
                 given,
                 Path(folder, "out"),
-                source,
+                traces,
                 peft_config=adapter,
-                max_steps=steps,
+                max_steps=way.get("num_iterations", 1),
                 optim="sgd",
-                **way,
+                **options,
             )
             if not lora:
                 trainer.model.load_state_dict(self.model.state_dict())
@@ -177,12 +173,9 @@ def case(name: str) -> Case:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()
-    gradients = {
-        (forward, option): case("attention, off policy").gradients(
-            **OPTIONS[option], forward=forward, gradient_accumulation_steps=2
-        )
-        for forward in FORWARDS
-        for option in TOGETHER
-    }
+    gradients = {}
+    for forward, option in product(FORWARDS, TOGETHER):
+        way = OPTIONS[option] | {"forward": forward, "gradient_accumulation_steps": 2}
+        gradients[forward, option] = case("attention, off policy").gradients(**way)
     if is_main():
         torch.save(gradients, sys.argv[1])

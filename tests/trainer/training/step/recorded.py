@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,9 @@ SHIFT = 0.5
 
 def sessions():
     """Return recorded sessions of the tiny model. Each has a call of a role that is not trained."""
-    model, rng, found = tiny_model(), random.Random(3), []
+    model = tiny_model()
+    rng = random.Random(3)
+    found = []
     torch.manual_seed(3)
     for group, rewards in REWARDS.items():
         for number, reward in enumerate(rewards):
@@ -32,11 +35,8 @@ def sessions():
             calls = record_session(model, rng, name, [2, 3, 4 + number])
             for call in calls:
                 call.logprobs = [logprob - SHIFT for logprob in call.logprobs]
-            calls.append(
-                make_call(
-                    2, [9, 9], [5, 6], session_id=name, call_id=f"{name}-side", role="auxiliary"
-                )
-            )
+            side = {"session_id": name, "call_id": f"{name}-side", "role": "auxiliary"}
+            calls.append(make_call(2, [9, 9], [5, 6], **side))
             status = "infrastructure" if reward is None else "completed"
             row = Session(session_id=name, group_id=group, status=status, reward=reward)
             found.append(RecordedSession(session_id=name, session=row, calls=calls))
@@ -57,9 +57,7 @@ def train(out: Path, accumulation: int, **config):
         **(config or {"loss_type": "grpo", **CORRECTED}),
     )
     with RunWriter(out) as writer:
-        trainer.record = lambda step, *values: write_step(
-            writer, lambda steps: f"run.{steps}.0", step, *values
-        )
+        trainer.record = partial(write_step, writer, "run.{}.0".format)
         trainer.train()
     return trainer
 

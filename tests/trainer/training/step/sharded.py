@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -21,6 +20,7 @@ from rolltap.trainer.training.step.distributed import (
 from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import FEWEST_TOKENS, Pack
 from tests.trainer.training.step.small_models import branching_rows, small_model
+from tests.trainer.training.step.tiny import whole
 
 CASES = (
     "qwen3",
@@ -128,11 +128,6 @@ class Spy(TrainerCallback):
                 self.weights[name.removeprefix("module.")] = whole(weight.detach())
 
 
-def whole(tensor):
-    """Return a copy of a tensor. One that is sharded is gathered, which is collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
 def parts(empty):
     """Return the micro-batches of this rank: its share of all rows, in two; or all on rank 0, where
     `empty`."""
@@ -142,10 +137,10 @@ def parts(empty):
     if several():
         rank = dist.get_rank()
         number = dist.get_world_size()
-    if empty and rank > 0:
-        return [[], []]
     if empty:
-        return [every[::2], every[1::2]]
+        every = [] if rank else every
+        rank = 0
+        number = 1
     return [every[2 * rank :: 2 * number], every[2 * rank + 1 :: 2 * number]]
 
 

@@ -1,6 +1,7 @@
 """TRL's own trainer on padded rows: what the losses of recorded traces must be."""
 
 import copy
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from rolltap.trainer.training.step.advantages import session_advantages
-from tests.trainer.training.step.tiny import Spy, batch_of, tokenizer
+from tests.trainer.training.step.tiny import SETTINGS, Spy, batch_of, tokenizer
 
 
 @torch.no_grad()
@@ -26,30 +27,26 @@ def padded(traces, scale):
     completions on the right."""
     before = max(len(trace.prompt_ids) for trace in traces)
     after = max(len(trace.completion_ids) for trace in traces)
-    names = (
-        "prompt_ids",
-        "prompt_mask",
-        "completion_ids",
-        "completion_mask",
-        "tool_mask",
-        "logprobs",
-    )
-    rows = {name: [] for name in names}
+    rows = defaultdict(list)
     for trace in traces:
-        missing = before - len(trace.prompt_ids)
-        rows["prompt_ids"].append([0] * missing + list(trace.prompt_ids))
-        rows["prompt_mask"].append([0] * missing + [1] * len(trace.prompt_ids))
-        missing = after - len(trace.completion_ids)
-        rows["completion_ids"].append(list(trace.completion_ids) + [0] * missing)
-        rows["completion_mask"].append([1] * len(trace.completion_ids) + [0] * missing)
-        rows["tool_mask"].append(list(trace.completion_mask) + [0] * missing)
-        rows["logprobs"].append(list(trace.logprobs) + [0.0] * missing)
+        missing = [0] * (before - len(trace.prompt_ids))
+        rows["prompt_ids"].append(missing + trace.prompt_ids)
+        rows["prompt_mask"].append(missing + [1] * len(trace.prompt_ids))
+        missing = [0] * (after - len(trace.completion_ids))
+        rows["completion_ids"].append(trace.completion_ids + missing)
+        rows["completion_mask"].append([1] * len(trace.completion_ids) + missing)
+        rows["tool_mask"].append(trace.completion_mask + missing)
+        rows["logprobs"].append([*trace.logprobs, *map(float, missing)])
     inputs = {name: torch.tensor(values) for name, values in rows.items()}
     advantages = session_advantages(batch_of(traces).rewards, scale)
     inputs["advantages"] = torch.tensor([advantages[trace.session_id] for trace in traces])
     inputs["num_items_in_batch"] = inputs["tool_mask"].sum()
     inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"] = inputs.pop("logprobs")
     return inputs
+
+
+def no_reward(**_):
+    return [0.0]
 
 
 class StockTrainer(GRPOTrainer):
@@ -64,17 +61,9 @@ def gradients(
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of the last step of a batch. `reference` is the model whose weights a
     divergence is from."""
-    settings = {
+    settings = SETTINGS | {
         "output_dir": str(out),
-        "use_cpu": True,
         "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "activation_checkpointing": False,
-        "lr_scheduler_type": "constant",
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.0,
         "optim": "sgd",
         "router_aux_loss_coef": 0.0,
         "vllm_importance_sampling_mode": "token_truncate",
@@ -88,7 +77,7 @@ def gradients(
     beta = options.pop("beta", 0.0)
     trainer = StockTrainer(
         copy.deepcopy(model),
-        lambda **_: [0.0],
+        no_reward,
         args=GRPOConfig(**settings | options),
         train_dataset=Dataset.from_dict({"prompt": ["w2"] * len(traces)}),
         processing_class=tokenizer(),
@@ -103,17 +92,15 @@ def gradients(
     if corrects:
         own = logprobs_of(model, inputs, trainer.temperature)
         inputs["old_per_token_logps"] = own
-        inputs["importance_sampling_ratio"] = importance(
-            trainer, own - inputs["sampling_per_token_logps"], inputs
-        )
+        apart = (own - inputs["sampling_per_token_logps"]) * inputs["tool_mask"]
+        inputs["importance_sampling_ratio"] = importance(trainer, apart)
     trainer.given = inputs
     trainer.train()
     return spy.gradients[-1]
 
 
-def importance(trainer, difference, inputs):
+def importance(trainer, difference):
     """Return the weights as the documentation of GRPOConfig has them."""
-    difference = difference * inputs["tool_mask"]
     if "sequence" in trainer.vllm_importance_sampling_mode:
         difference = difference.sum(-1, keepdim=True)
     weights = difference.exp()

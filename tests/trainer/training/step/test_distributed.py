@@ -2,6 +2,7 @@
 
 import os
 import threading
+from functools import partial
 from socket import gethostname
 
 import pytest
@@ -47,16 +48,21 @@ def total(value):
     return tensor.item()
 
 
+def total_with(own, value):
+    return total(own + value)
+
+
 def nothing():
     return None
 
 
 def test_each_process_has_the_values_of_all_and_only_rank_0_is_the_main_process():
     def function(rank):
+        own = partial(int, rank)
         return {
             "main": is_main(),
-            "result": on_main(lambda: rank),
-            "all": raise_on_all(lambda: rank),
+            "result": on_main(own),
+            "all": raise_on_all(own),
             "gathered": gathered(rank),
         }
 
@@ -80,9 +86,11 @@ class Part:
 
 
 def test_each_process_receives_its_own_part_of_a_list_of_the_main_process():
+    def parts():
+        return [[Part()] * 3, [Part()], [Part(), Part()]]
+
     def receive(rank):
-        part = scattered(lambda: [[Part()] * 3, [Part()], [Part(), Part()]])
-        return len(part), Part.received
+        return len(scattered(parts)), Part.received
 
     first, *others = run_ranks(receive, 3)
     assert first[0] == 3
@@ -90,19 +98,22 @@ def test_each_process_receives_its_own_part_of_a_list_of_the_main_process():
 
 
 def on_main_in_a_step(function):
-    return abort_on_error(lambda: on_main(function))
+    return abort_on_error(partial(on_main, function))
 
 
 @pytest.mark.parametrize("function", [on_main, scattered, on_main_in_a_step])
 def test_an_error_of_the_main_process_is_everybodys(function):
-    assert run_ranks(lambda rank: function(lambda: fail_on(rank, 0))) == own_and_reported(0)
+    def run(rank):
+        return function(partial(fail_on, rank, 0))
+
+    assert run_ranks(run) == own_and_reported(0)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_error_of_any_process_is_raised_on_all_and_they_go_on(bad):
     def function(rank):
         try:
-            raise_on_all(lambda: fail_on(rank, bad))
+            raise_on_all(partial(fail_on, rank, bad))
         except Exception as error:
             return f"{type(error).__name__}: {error}", total(rank)
 
@@ -118,21 +129,24 @@ def test_a_process_that_fails_between_collective_operations_does_not_leave_the_o
 
     def train(rank):
         gathered(rank)
-        abort_on_error(lambda: step(rank))
+        abort_on_error(partial(step, rank))
 
     assert run_ranks(train, 3) == own_and_reported(bad, 3)
 
 
 def test_when_all_processes_fail_they_report_one_error():
-    outcomes = run_ranks(lambda rank: abort_on_error(lambda: fail_on(rank, rank)))
+    def function(rank):
+        abort_on_error(partial(fail_on, rank, rank))
+
+    outcomes = run_ranks(function)
     assert outcomes in (own_and_reported(0), own_and_reported(1))
 
 
-def scatter_twice(function):
-    return scattered(lambda: [function()] * 2)
+def scatter_nothing(_):
+    return scattered(partial(list, [None, None]))
 
 
-@pytest.mark.parametrize("collective", [on_main, raise_on_all, scatter_twice])
+@pytest.mark.parametrize("collective", [on_main, raise_on_all, scatter_nothing])
 @pytest.mark.parametrize("dead", [0, 1])
 def test_the_others_hear_of_a_process_that_ends(collective, dead):
     def function(rank):
@@ -152,7 +166,7 @@ def test_an_error_that_cannot_be_told_is_still_raised():
         raise_on_all(nothing)
         if rank == 1:
             os._exit(9)
-        raise_on_all(lambda: fail_on(rank, 0))
+        raise_on_all(partial(fail_on, rank, 0))
 
     assert run_ranks(function, dead=[1])[0] == FAILURE.format(0)
 
@@ -162,7 +176,7 @@ def test_the_main_process_calls_a_collective_function_of_all_while_the_others_wa
         return [call_on_all_ranks("total", 10), call_on_all_ranks("total", 20)]
 
     def function(rank):
-        register("total", lambda value: total(value + rank))
+        register("total", partial(total_with, rank))
         return on_main(call)
 
     assert run_ranks(function) == [[21, 41], [21, 41]]
@@ -170,8 +184,11 @@ def test_the_main_process_calls_a_collective_function_of_all_while_the_others_wa
 
 def test_the_others_hear_of_an_error_in_a_function_of_all():
     def function(rank):
-        register("fail", lambda: total(fail_on(rank, 1)))
-        return on_main(lambda: call_on_all_ranks("fail"))
+        def fail():
+            total(fail_on(rank, 1))
+
+        register("fail", fail)
+        return on_main(partial(call_on_all_ranks, "fail"))
 
     assert run_ranks(function) == own_and_reported(1)
 
@@ -209,5 +226,5 @@ def test_processes_with_other_parameters_do_not_wait_for_each_other(sizes, messa
 def test_a_process_alone_waits_for_nobody():
     assert not several()
     for function in (on_main, raise_on_all, abort_on_error):
-        assert function(lambda: 1) == 1
-    assert scattered(lambda: [1]) == 1
+        assert function(int) == 0
+    assert scattered(partial(list, [1])) == 1

@@ -4,9 +4,7 @@ Where fla is installed, transformers takes its kernels everywhere. So it is in a
 own: tests/run.sh runs this file there.
 """
 
-import os
 from collections import Counter
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-if find_spec("fla"):
-    os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-# Before transformers, which takes no package whose import fails: fla warns that there is no GPU.
 pytest.importorskip(
     "fla", reason="fla is in an environment of its own, where tests/run.sh runs this"
 )
@@ -31,9 +26,16 @@ from triton.runtime.autotuner import Autotuner
 from rolltap.trainer.training.plan.stand_ins import fla_delta_rule
 from rolltap.trainer.training.step import linear
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import Pack
 from tests.deep import cases
-from tests.trainer.training.step.small_models import COMMON, VOCABULARY, make_row
+from tests.trainer.training.step.small_models import (
+    COMMON,
+    VOCABULARY,
+    Passed,
+    make_row,
+    pack_of,
+    packed_pass,
+    plain_pass,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
@@ -71,13 +73,17 @@ def inputs(rows: int, length: int) -> dict[str, Tensor]:
     }
 
 
+def call(rule: Any, given: dict[str, Tensor], **options: Any) -> Any:
+    names = ("query", "key", "value")  # which fla takes by their places
+    named = {name: x for name, x in given.items() if name not in names}
+    options |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return rule(*map(given.get, names), **named, **options)
+
+
 def attended(rule: Any, given: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """The output, the last state, and the gradients of a loss that weighs each value."""
     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
-    positional = [leaves[name] for name in ("query", "key", "value")]
-    named = {name: x for name, x in leaves.items() if name not in ("query", "key", "value")}
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, **options}
-    out, state = rule(*positional, **named, **options)
+    out, state = call(rule, leaves, **options)
     assert (out.grad_fn.name() == "ChunkGatedDeltaRuleFunctionBackward") == (rule is KERNEL)
     ((out * given["value"]).sum() + (state * given["initial_state"]).sum()).backward()
     found = {name: leaf.grad for name, leaf in leaves.items()}
@@ -118,13 +124,13 @@ def test_the_stand_in_of_a_plan_saves_all_tensors_that_the_kernel_saves(dtype, b
         given[name] = given[name].to(dtype)
     if not begins:
         del given["initial_state"]
-    positional = [given.pop(name).requires_grad_() for name in ("query", "key", "value")]
+    for name in ("query", "key", "value"):
+        given[name].requires_grad_()
 
     def saved(rule: Any) -> Counter[Any]:
         found: list[Tensor] = []
-        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
         with torch.autograd.graph.saved_tensors_hooks(found.append, lambda _: None):
-            rule(*positional, **given, **options)
+            call(rule, given)
         # fla names beta twice
         once = {x.data_ptr(): (str(x.dtype), *x.shape) for x in found}
         return Counter(once.values())
@@ -150,37 +156,31 @@ def small() -> Any:
     return model
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return found
+def by_name(model: Any, passed: Passed) -> dict[str, Tensor]:
+    """Return the log-probabilities, and the gradient of each parameter."""
+    logprobs, _, gradient = passed
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    parts = gradient.split([parameter.numel() for parameter in parameters])
+    return {"logprobs": logprobs, **dict(zip(names, parts, strict=True))}
 
 
 @pytest.mark.parametrize("chunk", cases([16, linear.CHUNK]))
-def test_a_packed_row_gives_what_each_row_alone_gives_by_the_formula(chunk, monkeypatch):
+def test_a_packed_row_gives_what_each_row_alone_gives_by_the_formula(chunk, chunks_of, monkeypatch):
     random = np.random.default_rng(0)
     prompt = random.integers(0, VOCABULARY, 20)
     rows = []
     for length in (4, 6):
         ids = np.concatenate([prompt, random.integers(0, VOCABULARY, length)])
         rows.append(make_row(ids, range(21, len(ids))))
-    pack = Pack([[row] for row in rows])
+    pack, _ = pack_of(rows)
+    weights = pack.mask.float()
     model = prepare(small(), 1.0)
     rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
     assert rule.of_the_library is KERNEL
-    monkeypatch.setattr(linear, "CHUNK", chunk)
-    logprobs = pack.unpack(model(**pack.inputs()).log_probs)
+    chunks_of(chunk)
+    found = packed_pass(model, pack, weights)
     assert rule.knows_lengths
-    logprobs.sum().backward()
-    found = {"logprobs": logprobs.detach(), **gradients(model)}
 
     monkeypatch.setattr(modeling_qwen3_5, KERNEL.__name__, FORMULA)
-    own = torch.zeros_like(logprobs)
-    for i, row in enumerate(rows):
-        ids = torch.from_numpy(row.ids).long()
-        every = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-        scored = every[row.scored - 1].gather(1, ids[row.scored][:, None])[:, 0]
-        scored.sum().backward()
-        own[i, : len(scored)] = scored
-    wanted = {"logprobs": own.detach(), **gradients(model)}
-    assert_close(found, wanted)
+    wanted = plain_pass(model, rows, weights)
+    assert_close(by_name(model, found), by_name(model, wanted))

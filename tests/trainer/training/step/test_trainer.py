@@ -72,21 +72,6 @@ def test_training_makes_the_rewarded_token_likelier(make):
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
-def test_several_iterations_reuse_the_traces_and_the_recorded_logprobs(train, traces):
-    asked = []
-
-    def source(rows):
-        asked.extend(rows)
-        return traces
-
-    trainer = train(source, max_steps=4, shuffle_dataset=False, groups_per_step=1, **TWICE)
-    assert asked == [{"task_id": "a"}, {"task_id": "b"}]
-    first, second, *_ = trainer.state.log_history
-    assert first["clip_ratio/region_mean"] == 0
-    assert second["clip_ratio/region_mean"] > 0
-    assert largest_difference(*trainer.spy.gradients[:2]) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("without", "why"),
     [

@@ -22,7 +22,17 @@ from tests.factories import make_call
 
 VOCABULARY = 32
 GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
-
+SETTINGS = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "activation_checkpointing": False,
+    "lr_scheduler_type": "constant",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 0.0,
+}
+"""Settings of trainings, TRL's own too."""
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -47,7 +57,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @torch.no_grad()
 def sample(model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
     """Return `count` tokens sampled at temperature 1, and their log-probabilities."""
-    ids, logprobs = list(prompt), []
+    ids = list(prompt)
+    logprobs = []
     for _ in range(count):
         distribution = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         ids.append(int(torch.multinomial(distribution.exp(), 1)))
@@ -60,11 +71,8 @@ def record_session(model, rng: random.Random, session: str, prompt: list[int]) -
     calls: list[Call] = []
     for turn in range(2):
         if calls:
-            prompt = (
-                calls[-1].prompt_ids
-                + calls[-1].completion_ids
-                + [rng.randrange(2, VOCABULARY) for _ in range(3)]
-            )
+            output = [rng.randrange(2, VOCABULARY) for _ in range(3)]
+            prompt = calls[0].prompt_ids + calls[0].completion_ids + output
         ids, logprobs = sample(model, prompt, rng.randrange(2, 6))
         fields = {"session_id": session, "call_id": f"{session}-{turn}", "logprobs": logprobs}
         calls.append(make_call(turn, prompt, ids, version="0", **fields))
@@ -110,18 +118,15 @@ def make_trace(
 ) -> Trace:
     """Return a trace whose completion has as many tokens as the mask."""
     defaults = {
+        "trace_id": f"{session}/0",
+        "call_ids": ["0"],
+        "prompt_ids": list(prompt),
         "completion_ids": [2] * len(mask),
+        "completion_mask": list(mask),
         "logprobs": [-0.5] * len(mask),
         "weight_versions": [],
     }
-    tokens = {"prompt_ids": list(prompt), "completion_mask": list(mask)}
-    return Trace(
-        session_id=session,
-        trace_id=f"{session}/0",
-        call_ids=["0"],
-        **tokens,
-        **{**defaults, **fields},
-    )
+    return Trace(session_id=session, **defaults | fields)
 
 
 class Spy(TrainerCallback):
@@ -132,15 +137,15 @@ class Spy(TrainerCallback):
         self.weights: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        named = model.named_parameters()
-        self.gradients.append(
-            {name: whole(weight.grad) for name, weight in named if weight.grad is not None}
-        )
+        found = {}
+        for name, weight in model.named_parameters():
+            if weight.grad is not None:
+                found[name] = whole(weight.grad)
+        self.gradients.append(found)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append(
-            {name: whole(weight.detach()) for name, weight in model.named_parameters()}
-        )
+        weights = {name: whole(weight.detach()) for name, weight in model.named_parameters()}
+        self.weights.append(weights)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,11 +155,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def batch_of(traces: list[Trace], **fields) -> TraceBatch:
     """Return a batch of the traces, with the rewards of their labels."""
-    rewarded = [trace for trace in traces if trace.reward is not None]
-    rewards = {
-        trace.session_id: GroupReward(group_id=trace.group_id, reward=trace.reward)
-        for trace in rewarded
-    }
+    rewards = {}
+    for trace in traces:
+        if trace.reward is not None:
+            label = GroupReward(group_id=trace.group_id, reward=trace.reward)
+            rewards[trace.session_id] = label
     return TraceBatch(**{"traces": traces, "rewards": rewards, "on_policy": True, **fields})
 
 
@@ -176,19 +181,11 @@ def make_trainer(
         given = source(rows) if callable(source) else source
         return given if isinstance(given, TraceBatch) else batch_of(given)
 
-    settings = {
+    settings = SETTINGS | {
         "output_dir": str(out),
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
         "logging_steps": 1,
         "max_steps": 1,
-        "activation_checkpointing": False,
         "gradient_accumulation_steps": 2,
-        "lr_scheduler_type": "constant",
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.0,
     }
     trainer = TraceGRPOTrainer(
         copy.deepcopy(model),
@@ -225,7 +222,9 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 def relative_difference(wanted: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> float:
     """Return |wanted - got| / |wanted| over all parameters together."""
     assert wanted.keys() == got.keys()
-    apart = sum(float((wanted[name] - got[name]).double().square().sum()) for name in wanted)
-    return (
-        apart / sum(float(gradient.double().square().sum()) for gradient in wanted.values())
-    ) ** 0.5
+    apart = 0.0
+    size = 0.0
+    for name, gradient in wanted.items():
+        apart += float((gradient - got[name]).double().square().sum())
+        size += float(gradient.double().square().sum())
+    return (apart / size) ** 0.5
