@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.traces.tree import link_calls, parents_first, start_order
+from rolltap.trainer.traces.tree import link_calls, parents_first, split_lines, start_order
 from tests.deep import examples
 from tests.factories import START
 from tests.trainer.forests import (
@@ -82,3 +82,13 @@ def test_calls_of_a_cycle_and_their_descendants_come_last_without_parents():
     first = [("root", None), ("child", "root")]
     cycles = [("after", None), ("x", None), ("y", None), ("self", None)]
     assert parents_first(recorded) == first + cycles
+
+
+def test_each_call_is_owned_by_the_first_line_that_reaches_it():
+    parents = (None, 0, 1, 0, None, 3, 3)
+    assert list(split_lines(parents, [6, 2, 5, 3])) == [
+        ([0, 3, 6], 0),
+        ([0, 1, 2], 1),
+        ([0, 3, 5], 2),
+        ([0, 3], 2),
+    ]
