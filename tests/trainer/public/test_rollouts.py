@@ -9,7 +9,6 @@ import pytest
 import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.rollouts import runner
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from tests.deep import cases
 from tests.scripted_engine import Say
@@ -19,7 +18,14 @@ COMMAND = ["sh", "-c", "cat answer.txt > $ROLLTAP_REWARD_FILE"]
 JUDGE = {"kind": "command", "command": COMMAND, "result": "number"}
 TASK = rolltap.Task(id="t", instruction="Say it.", judge=JUDGE)
 ANSWER = ASK.replace("print(", "open('answer.txt', 'w').write(").replace("sys.exit(3)", "")
-HARNESS = rolltap.Harness(name="x", program=sys.executable, headless=["-c", ANSWER])
+
+
+def python(script):
+    """Return a harness that runs a script."""
+    return rolltap.Harness(name="x", program=sys.executable, headless=["-c", script])
+
+
+HARNESS = python(ANSWER)
 
 
 @pytest.fixture
@@ -36,10 +42,12 @@ def arguments(scripted_engine, tokenizer_folder, tmp_path):
 
 
 def check(run):
-    ends = [(session.status, session.reward, session.harness) for session in run.sessions()]
-    assert ends == [("completed", 0.5, "x")] * 2
+    for session in run.sessions():
+        assert session.status == "completed"
+        assert session.reward == 0.5
+        assert session.harness == "x"
     batch = run.traces(strategy="prefix_merging").batch()
-    assert {labelled.reward for labelled in batch.rewards.values()} == {0.5}
+    assert [label.reward for label in batch.rewards.values()] == [0.5, 0.5]
     assert batch.ledger.trained == batch.ledger.sampled > 0
 
 
@@ -50,11 +58,9 @@ async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook_and_its_
     check(run)
     session = run.sessions()[0]
     assert session.harness_version == ".".join(map(str, sys.version_info[:3]))
-    assert (session.runtime, session.task_digest, session.preset_digest) == (
-        "process",
-        TASK.digest(),
-        HARNESS.digest(),
-    )
+    assert session.runtime == "process"
+    assert session.task_digest == TASK.digest()
+    assert session.preset_digest == HARNESS.digest()
     assert len(session.program_digest) == 64
 
 
@@ -81,13 +87,13 @@ async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypat
 
 
 @pytest.mark.parametrize(
-    "given", [{"tools": ["/usr"]}, {"container_engine": "podman"}, {"container_arguments": ["x"]}]
+    ("setting", "value"),
+    [("tools", ["/usr"]), ("container_engine", "podman"), ("container_arguments", ["x"])],
 )
-def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, given):
-    with pytest.raises(
-        InputError, match=f"{min(given)} is for runtimes that are chosen by name: give it to"
-    ):
-        rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **given)
+def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, setting, value):
+    message = f"{setting} is for runtimes that are chosen by name: give it to"
+    with pytest.raises(InputError, match=message):
+        rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **{setting: value})
 
 
 @pytest.fixture
@@ -120,10 +126,9 @@ async def test_cancelling_it_while_the_recorder_starts_leaves_no_process(
 async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recorders, tmp_path):
     os.mkfifo(tmp_path / "started")
     script = f"echo $$ > {tmp_path / 'started'}; exec sleep 600"
-    harness = rolltap.Harness(name="x", program="sh", headless=["-c", script])
-    rolling = asyncio.create_task(
-        rolltap.rollout_async([TASK], **{**arguments, "harness": harness, "sessions": 1})
-    )
+    arguments["harness"] = rolltap.Harness(name="x", program="sh", headless=["-c", script])
+    arguments["sessions"] = 1
+    rolling = asyncio.create_task(rolltap.rollout_async([TASK], **arguments))
     recorder = await recorders.get()
     process = int(await asyncio.to_thread((tmp_path / "started").read_text))
     rolling.cancel()
@@ -134,7 +139,9 @@ async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recor
     assert all(process.ended for process in recorder._processes)
     run = rolltap.open_run(arguments["out"])
     assert list(run.calls) == []
-    assert [(session.status, session.reward) for session in run.sessions()] == [("cancelled", None)]
+    (session,) = run.sessions()
+    assert session.status == "cancelled"
+    assert session.reward is None
 
 
 def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scripted_engine):
@@ -142,18 +149,19 @@ def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scri
     judge = TASK.judge.model_copy(update={"command": ["sh", "-c", counts]})
     task = TASK.model_copy(update={"judge": judge})
     (tmp_path / "tasks.jsonl").write_text(task.model_dump_json(exclude_none=True))
-    for number, version in enumerate(("0", "1"), start=1):
-        scripted_engine.otherwise = lambda request, version=version: Say(
-            "0.5", weight_version=version
-        )
+    arguments["sessions"] = 1
+    known = set()
+    for version in "01":
+        said = Say("0.5", weight_version=version)
+        scripted_engine.otherwise = lambda request, said=said: said
         scripted_engine.weight_version = version
-        run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1})
-        assert len(run.sessions()) == number
-        (new,) = [
-            session for session in run.sessions() if session.session_id in run.new_session_ids
-        ]
-        assert new.policy_version == version
-        assert run.traces().batch(run.new_session_ids).rewards.keys() == {new.session_id}
+        run = rolltap.rollout(tmp_path / "tasks.jsonl", **arguments)
+        sessions = {session.session_id: session for session in run.sessions()}
+        (new,) = run.new_session_ids
+        assert sessions.keys() - known == {new}
+        assert sessions[new].policy_version == version
+        assert run.traces().batch([new]).rewards.keys() == {new}
+        known = sessions.keys()
     assert (tmp_path / "judged").read_text() == "x\n" * 3  # once on the start, by the first rollout
 
 
@@ -167,53 +175,47 @@ def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun
     assert len(scripted_engine.requests) == asked
     further = rolltap.rollout([TASK], **arguments, new_groups=True)
     assert len(further.new_session_ids) == 2
-    assert not set(further.new_session_ids) & set(first.new_session_ids)
+    assert not {*further.new_session_ids} & {*first.new_session_ids}
     assert len({session.group_id for session in further.sessions()}) == 2
 
 
 def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_is_mended(
     arguments, tmp_path
 ):
-    calls, mended = tmp_path / "calls", tmp_path / "mended"
-    script = (
-        f"open({str(calls)!r}, 'a').write('x')\nimport os\nif not os.path.exists({str(mended)!r}):"
-        " exit(1)\n"
-    )
-    harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
-    how = {**arguments, "harness": harness, "sessions": 4, "concurrency": 1}
-    with pytest.raises(
-        RecorderError, match=r"gave up after 3 consecutive .* failures.* no model call came"
-    ):
-        rolltap.rollout([TASK], **how, retries=1, give_up_after=3)
+    calls = tmp_path / "calls"
+    mended = tmp_path / "mended"
+    fails = f"""
+import os
+open({str(calls)!r}, "a").write("x")
+if not os.path.exists({str(mended)!r}):
+    exit(1)
+"""
+    arguments |= {"harness": python(fails + ANSWER), "sessions": 4, "concurrency": 1}
+    message = r"gave up after 3 consecutive .* failures.* no model call came"
+    with pytest.raises(RecorderError, match=message):
+        rolltap.rollout([TASK], **arguments, retries=0, give_up_after=3)
     assert calls.read_text() == "xxx"
     mended.touch()
-    run = rolltap.rollout([TASK], **how)
-    rewards = [
-        session.reward for session in run.sessions() if session.session_id in run.new_session_ids
-    ]
+    run = rolltap.rollout([TASK], **arguments)
+    rewards = [run.inspect_session(name).session.reward for name in run.new_session_ids]
     assert sorted(rewards, key=str) == [0.5] * 4 + [None] * 3
     assert len(run.traces().batch(run.new_session_ids).rewards) == 4
 
 
-def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(
-    arguments, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.0)
-    tried = tmp_path / "tried"
-    script = (
-        f"import os, sys\nif not os.path.exists({str(tried)!r}): open({str(tried)!r}, 'w');"
-        " sys.exit(1)\n"
-    )
-    harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
-    run = rolltap.rollout([TASK], **{**arguments, "harness": harness, "sessions": 1})
-    first, second = (run.inspect_session(name).session for name in run.new_session_ids)
+def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(arguments, tmp_path):
+    tried = str(tmp_path / "tried")
+    fails = f"""
+import os
+if not os.path.exists({tried!r}):
+    open({tried!r}, "w")
+    exit(1)
+"""
+    arguments |= {"harness": python(fails + ANSWER), "sessions": 1}
+    run = rolltap.rollout([TASK], **arguments)
+    first, second = [run.inspect_session(name).session for name in run.new_session_ids]
     assert second.session_id == f"{first.session_id}~1"
-    assert (first.status, first.reward, second.status, second.reward) == (
-        "infrastructure",
-        None,
-        "completed",
-        0.5,
-    )
+    assert [first.status, first.reward] == ["infrastructure", None]
+    assert [second.status, second.reward] == ["completed", 0.5]
     assert first.group_id == second.group_id
 
 
@@ -235,20 +237,13 @@ def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
         ),
         ({"sessions": 0}, "'sessions' is 0: Input should be greater"),
         ({"concurrency": 0}, "'concurrency' is 0: Input should be greater"),
-        ({"recorders": 0}, "'recorders' is 0: Input should be greater"),
         ({"give_up_after": 0}, "'give_up_after' is 0: Input should be greater"),
-        ({"retries": -1}, "'retries' is -1"),
-        ({"budget": {"calls": 0}}, r"'budget\.calls' is 0"),
         ({"timeout": float("nan")}, "'timeout' is nan"),
         (
             {"recorder": {"rolltap_samplin": "{}"}},
             "rolltap_samplin is no option .* did you mean rolltap_sampling",
         ),
         ({"timeouts": 9}, "unknown key 'timeouts'"),
-        (
-            {"recorder": {"rolltap_max_calls": "3"}},
-            r"set budget\.calls \(--max-calls\) instead of rolltap_max_calls",
-        ),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),
         (
@@ -269,10 +264,9 @@ def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, chang
 
 
 def test_an_engine_that_does_not_answer_is_an_error_before_anything_is_started(arguments):
+    arguments["engine"] += ",http://127.0.0.1:9"
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models: no engine answers"):
-        rolltap.rollout(
-            [TASK], **{**arguments, "engine": f"{arguments['engine']},http://127.0.0.1:9"}
-        )
+        rolltap.rollout([TASK], **arguments)
     assert not arguments["out"].exists()
 
 

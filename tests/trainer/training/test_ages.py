@@ -3,9 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.names import Version
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
@@ -13,7 +11,7 @@ from rolltap.trainer.traces.reader import SessionReader
 from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from rolltap.trainer.training.ages import age_metrics, is_older, is_stale, other_weights, token_ages
-from tests.factories import make_call
+from tests.factories import add_rows, make_call, make_session, write_run
 
 RUN = "1a2b3c4d"
 STEP = TraceOptions(weights=Version(RUN, 5, 1), max_staleness=2)
@@ -36,89 +34,77 @@ def test_only_weights_of_the_same_training_can_be_too_old(version, older):
 
 
 @pytest.fixture
-def run_folder(tmp_path):
-    write_metadata(tmp_path, {})
-    return tmp_path
+def run(tmp_path):
+    return write_run(tmp_path)
 
 
 def record(run, session_id, *steps):
     """Record a session whose call has two tokens of the weights of each step, in this order."""
-    spans = [
-        VersionSpan(version=f"{RUN}.{step}.0", start=2 * n, end=2 * n + 2)
-        for n, step in enumerate(steps)
-    ]
-    session = Session(
-        session_id=session_id, status="completed", reward=1.0, policy_version=spans[0].version
-    )
-    with RunWriter(run, "never") as writer:
-        call = make_call(
-            "c", [1], [*range(2 * len(steps))], session_id=session_id, weight_versions=spans
-        )
-        writer.add_call(call)
-        writer.add_session(session)
+    spans = []
+    for number, step in enumerate(steps):
+        version = f"{RUN}.{step}.0"
+        spans.append(VersionSpan(version=version, start=2 * number, end=2 * number + 2))
+    ids = list(range(2 * len(steps)))
+    call = make_call("c", [1], ids, session_id=session_id, weight_versions=spans)
+    session = make_session(session_id, policy_version=spans[0].version)
+    add_rows(run, call, session)
     return session
 
 
-def test_a_group_is_stale_when_no_token_is_left_to_train(run_folder):
-    old, both, young = (
-        record(run_folder, "o", 1, 2),
-        record(run_folder, "b", 2, 3),
-        record(run_folder, "y", 5),
-    )
-    assert is_stale(SessionReader(run_folder), [old], STEP)
-    assert is_stale(SessionReader(run_folder), [], STEP)
-    assert not is_stale(SessionReader(run_folder), [old, both], STEP), (
-        "a call that went on with newer weights"
-    )
-    assert not is_stale(SessionReader(run_folder), [old, young], STEP)
+def without_calls(session_id, status):
+    return make_session(session_id, status, policy_version=f"{RUN}.5.0")
 
 
-def test_age_is_read_before_a_teacher_has_scored_the_sessions(run_folder):
-    group = [record(run_folder, "o", 1), record(run_folder, "b", 2, 3)]
-    scores = RecordedScores(run_folder, "teacher", some=False)
-    assert not is_stale(
-        SessionReader(run_folder, scores=scores), group, replace(STEP, scores="teacher")
-    )
+def stale(run, *group):
+    return is_stale(SessionReader(run), group, STEP)
 
 
-def test_rewards_do_not_decide_whether_a_group_is_stale_nor_do_sessions_without_a_token(run_folder):
-    old, both = record(run_folder, "o", 1), record(run_folder, "b", 2, 3)
-    both.status, both.reward, both.revision = "unjudged", None, 1
-    failed = Session(session_id="f", status="infrastructure", policy_version=f"{RUN}.5.0")
-    with RunWriter(run_folder, "never") as writer:
-        writer.add_session(both)
-        writer.add_session(failed)
-    assert not is_stale(SessionReader(run_folder), [both], STEP)
-    assert is_stale(SessionReader(run_folder), [old, failed], STEP)
-    assert not is_stale(SessionReader(run_folder), [failed], STEP)
+def test_a_group_is_stale_when_no_token_is_left_to_train(run):
+    old = record(run, "o", 1, 2)
+    both = record(run, "b", 2, 3)
+    young = record(run, "y", 5)
+    assert stale(run, old)
+    assert stale(run)
+    assert not stale(run, old, both), "a call that went on with newer weights"
+    assert not stale(run, old, young)
+
+
+def test_age_is_read_before_a_teacher_has_scored_the_sessions(run):
+    group = [record(run, "o", 1), record(run, "b", 2, 3)]
+    reader = SessionReader(run, scores=RecordedScores(run, "teacher", some=False))
+    assert not is_stale(reader, group, replace(STEP, scores="teacher"))
+
+
+def test_rewards_do_not_decide_whether_a_group_is_stale_nor_do_sessions_without_a_token(run):
+    old = record(run, "o", 1)
+    both = replace(record(run, "b", 2, 3), status="unjudged", reward=None, revision=1)
+    failed = without_calls("f", "infrastructure")
+    add_rows(run, both, failed)
+    assert not stale(run, both)
+    assert stale(run, old, failed)
+    assert not stale(run, failed)
 
 
 def test_a_group_whose_sessions_were_all_cancelled_is_stale_whatever_weights_they_would_have_had(
-    run_folder,
+    run,
 ):
-    cancelled = [
-        Session(session_id=name, status="cancelled", policy_version=f"{RUN}.5.0") for name in "ab"
-    ]
-    failed = Session(session_id="f", status="infrastructure", policy_version=f"{RUN}.5.0")
-    assert is_stale(SessionReader(run_folder), cancelled, STEP)
-    assert not is_stale(SessionReader(run_folder), [*cancelled, failed], STEP), (
-        "its reason ends the training"
-    )
+    cancelled = [without_calls(name, "cancelled") for name in "ab"]
+    assert stale(run, *cancelled)
+    failed = without_calls("f", "infrastructure")
+    assert not stale(run, *cancelled, failed), "its reason ends the training"
 
 
-def test_weights_that_are_no_older_ones_of_the_rollouts_are_counted_by_tokens(run_folder):
-    record(run_folder, "a", 1, 5, 7)
-    assert other_weights(SessionReader(run_folder), ["a"], STEP) == {f"{RUN}.7.0": 2}
+def test_weights_that_are_no_older_ones_of_the_rollouts_are_counted_by_tokens(run):
+    record(run, "a", 1, 5, 7)
+    reader = SessionReader(run)
+    assert other_weights(reader, ["a"], STEP) == {f"{RUN}.7.0": 2}
     in_step = TraceOptions(weights=STEP.weights)
-    assert other_weights(SessionReader(run_folder), ["a"], in_step) == {
-        f"{RUN}.1.0": 2,
-        f"{RUN}.7.0": 2,
-    }
+    assert other_weights(reader, ["a"], in_step) == {f"{RUN}.1.0": 2, f"{RUN}.7.0": 2}
 
 
-def test_the_ages_of_a_batch_are_those_of_the_tokens_that_its_traces_train(run_folder):
-    record(run_folder, "a", 2, 3, 5)
-    batch = load_batch(run_folder, None, STEP)
+def test_the_ages_of_a_batch_are_those_of_the_tokens_that_its_traces_train(run):
+    record(run, "a", 2, 3, 5)
+    batch = load_batch(run, None, STEP)
     assert token_ages(batch, STEP.weights) == {2: 2, 0: 2}
     assert batch.ledger.left_out == {"stale": 2}
 

@@ -2,14 +2,12 @@
 trained steps."""
 
 from datetime import timedelta
+from itertools import product
 
 import pytest
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Session
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.tasks.task import Task
@@ -25,57 +23,57 @@ from rolltap.trainer.training.steps import (
     has_signal,
     step_group,
 )
-from tests.factories import START, make_call, make_session
+from tests.factories import START, make_call, make_session, write_run
 
 STEP = Version("1a2b3c4d", 4, 9)
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in ("a", "a-1", "b-0.0", "c")]
 
 
-def group_of(
-    attempt: int, *, step: int = 4, position: int = 0, task: Task = TASKS[0], sessions: int = 3
-) -> Group:
-    return step_group(Version("1a2b3c4d", step, attempt), position, task, sessions)
+RUN = "1a2b3c4d"
 
 
-def ended(
-    group: Group, *indices: int, status="completed", reward=1.0, weights=None
-) -> list[Session]:
-    return [
-        Session(
-            session_id=group.session_ids[i],
+def group_of(attempt, *, step=4, position=0, task=TASKS[0], sessions=3):
+    return step_group(Version(RUN, step, attempt), position, task, sessions)
+
+
+def ended(group, *indices, status="completed", reward=1.0, weights=f"{RUN}.4.0"):
+    sessions = []
+    for index in indices:
+        session = make_session(
+            group.session_ids[index],
+            status,
             group_id=group.group_id,
-            status=status,
             reward=reward,
-            policy_version=f"{group.group_id.partition('-')[2].rpartition('.')[0]}.0"
-            if weights is None
-            else weights,
+            policy_version=weights,
         )
-        for i in indices
-    ]
+        sessions.append(session)
+    return sessions
+
+
+def found(sessions, group, staleness=0):
+    """Return the sessions that are found for a group of a step."""
+    return list(FinishedSessions(sessions).of(group, STEP, staleness).values())
 
 
 def test_a_group_has_the_same_id_in_every_attempt_and_its_sessions_have_not():
-    assert group_of(0).group_id == group_of(1).group_id == "a-1a2b3c4d.4.0"
-    assert group_of(1).session_ids == [f"a-1a2b3c4d.4.0-{index}.1" for index in range(3)]
+    assert group_of(0).group_id == group_of(1).group_id == f"a-{RUN}.4.0"
+    assert group_of(1).session_ids == [f"a-{RUN}.4.0-{index}.1" for index in range(3)]
 
 
 def test_no_two_sessions_of_a_training_have_the_same_id():
-    groups = [
-        group_of(attempt, step=step, position=position, task=task, sessions=12)
-        for attempt in (0, 1, 10)
-        for step in (1, 10)
-        for position in (0, 1, 10)
-        for task in TASKS
-    ]
-    ids = [session_id for group in groups for session_id in group.session_ids]
+    ids = []
+    for attempt, step, position, task in product((0, 1, 10), (1, 10), (0, 1, 10), TASKS):
+        group = group_of(attempt, step=step, position=position, task=task, sessions=12)
+        ids += group.session_ids
     assert len({*ids}) == len(ids)
 
 
 def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
-    sessions = ended(group_of(0), 0) + ended(group_of(1), 2)
-    found = FinishedSessions(sessions).of(group_of(2), STEP)
+    (first,) = ended(group_of(0), 0)
+    (third,) = ended(group_of(1), 2)
     names = group_of(2).session_ids
-    assert found == {names[0]: sessions[0], names[2]: sessions[1]}
+    finished = FinishedSessions([first, third]).of(group_of(2), STEP)
+    assert finished == {names[0]: first, names[2]: third}
 
 
 @pytest.mark.parametrize(
@@ -84,53 +82,47 @@ def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
         group_of(0, step=5),
         group_of(0, position=1),
         group_of(0, task=TASKS[1]),
-        Group(TASKS[0], "a-1a2b3c4d.4.0", ["a-1a2b3c4d.4.0-x", "s", ""]),
+        Group(TASKS[0], f"a-{RUN}.4.0", [f"a-{RUN}.4.0-x", "s", ""]),
         Group(TASKS[0], "a-0f0f0f0f", [f"a-0f0f0f0f-{i}" for i in range(3)]),
     ],
     ids=lambda group: group.session_ids[0],
 )
 def test_sessions_of_another_group_or_of_another_form_are_not_found(other):
-    assert FinishedSessions(ended(other, 0, 1, 2)).of(group_of(1), STEP) == {}
+    assert found(ended(other, 0, 1, 2), group_of(1)) == []
 
 
-@pytest.mark.parametrize("weights", ["default", "1a2b3c4d.3.0", "0f0f0f0f.4.0", ""])
+@pytest.mark.parametrize("weights", ["default", f"{RUN}.3.0", "0f0f0f0f.4.0", ""])
 def test_sessions_that_other_weights_sampled_are_not_found(weights):
-    assert FinishedSessions(ended(group_of(0), 0, weights=weights)).of(group_of(1), STEP, 0) == {}
+    assert found(ended(group_of(0), 0, weights=weights), group_of(1)) == []
 
 
-@pytest.mark.parametrize(
-    ("staleness", "found"), [(0, ["4"]), (1, ["3", "4"]), (9, ["2", "3", "4"])]
-)
-def test_sessions_of_older_weights_are_found_up_to_the_staleness(staleness, found):
-    sessions = [ended(group_of(0), n, weights=f"1a2b3c4d.{n + 2}.0")[0] for n in range(3)]
-    finished = FinishedSessions(sessions).of(group_of(1), STEP, staleness)
-    assert [session.policy_version.split(".")[1] for session in finished.values()] == found
+@pytest.mark.parametrize(("staleness", "number"), [(0, 1), (1, 2), (9, 3)])
+def test_sessions_of_older_weights_are_found_up_to_the_staleness(staleness, number):
+    sessions = []
+    for index, step in enumerate((4, 3, 2)):
+        sessions += ended(group_of(0), index, weights=f"{RUN}.{step}.0")
+    assert found(sessions, group_of(1), staleness) == sessions[:number]
 
 
 def test_sessions_beyond_the_size_of_the_group_are_not_found():
-    found = FinishedSessions(ended(group_of(0, sessions=8), 1, 7)).of(group_of(1), STEP)
-    assert [session.session_id for session in found.values()] == ["a-1a2b3c4d.4.0-1.0"]
+    sessions = ended(group_of(0, sessions=8), 1, 7)
+    assert found(sessions, group_of(1)) == sessions[:1]
 
 
 def test_the_first_attempt_at_a_session_counts_whatever_the_order_of_the_rows():
-    first, second, third = (
-        ended(group_of(attempt), 0, reward=attempt)[0] for attempt in (2, 9, 10)
-    )
-    for sessions in ([first, second, third], [third, second, first]):
-        (found,) = FinishedSessions(sessions).of(group_of(11, sessions=1), STEP).values()
-        assert found is first
+    rows = []
+    for attempt in (2, 9, 10):
+        rows += ended(group_of(attempt), 0, reward=attempt)
+    for sessions in (rows, rows[::-1]):
+        assert found(sessions, group_of(11, sessions=1)) == rows[:1]
 
 
 def test_a_fault_is_run_again_and_the_session_in_its_place_counts():
-    sessions = ended(group_of(0), 0) + ended(
-        group_of(0), 1, 2, status="infrastructure", reward=None
-    )
-    assert list(FinishedSessions(sessions).of(group_of(1), STEP).values()) == sessions[:1]
+    sessions = ended(group_of(0), 0)
+    sessions += ended(group_of(0), 1, 2, status="infrastructure", reward=None)
+    assert found(sessions, group_of(1)) == sessions[:1]
     again = ended(group_of(1), 1)
-    assert list(FinishedSessions(sessions + again).of(group_of(2), STEP).values()) == [
-        sessions[0],
-        *again,
-    ]
+    assert found(sessions + again, group_of(2)) == sessions[:1] + again
 
 
 @pytest.mark.parametrize(
@@ -145,10 +137,7 @@ def test_a_fault_is_run_again_and_the_session_in_its_place_counts():
     ],
 )
 def test_a_group_has_a_signal_when_its_rewards_differ(rewards, signal):
-    sessions = [
-        Session(session_id=str(i), status="completed", reward=reward)
-        for i, reward in enumerate(rewards)
-    ]
+    sessions = [make_session(reward=reward) for reward in rewards]
     assert has_signal(sessions, RewardRules()) is signal
 
 
@@ -212,22 +201,20 @@ def test_a_damaged_line_is_named(tmp_path, line):
     ],
 )
 def test_a_session_is_forked_at_a_call_of_its_agent(tmp_path, settings, reward, roles, expected):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        for number, role in enumerate(roles):
-            writer.add_call(make_call(number, role=role))
+    calls = [make_call(number, role=role) for number, role in enumerate(roles)]
+    write_run(tmp_path, *calls)
     sessions = [make_session("without", reward=reward), make_session("s", reward=reward)]
     found = find_fork(sessions, RewardRules(), Forks(**settings), tmp_path, SessionRows(tmp_path))
-    at = None if expected is None else START + timedelta(seconds=expected)
-    assert found == (at and RecordedFrom(tmp_path, "s", at))
+    fork = None
+    if expected is not None:
+        fork = RecordedFrom(tmp_path, "s", START + timedelta(seconds=expected))
+    assert found == fork
 
 
 def test_a_session_has_failed_by_the_reward_that_is_trained(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        for number in range(2):
-            writer.add_call(make_call(number))
+    write_run(tmp_path, make_call(0), make_call(1))
     stopped = make_session("s", status="timeout")
-    for rules, expected in ((RewardRules(), None), (RewardRules(Outcomes(timeout=0)), "s")):
-        found = find_fork([stopped], rules, Forks(), tmp_path, SessionRows(tmp_path))
-        assert (found and found.session) == expected
+    rows = SessionRows(tmp_path)
+    assert find_fork([stopped], RewardRules(), Forks(), tmp_path, rows) is None
+    failed = RewardRules(Outcomes(timeout=0))
+    assert find_fork([stopped], failed, Forks(), tmp_path, rows).session == "s"
