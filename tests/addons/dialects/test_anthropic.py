@@ -31,49 +31,67 @@ LATER = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": T
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 BASH = {"type": "bash_20250124", "name": "bash"}
 NO = {"type": "text", "text": "No."}
-REQUEST = {
-    "model": "claude-x",
-    "max_tokens": 9,
-    "system": [
-        {"type": "text", "text": "x-anthropic-billing-header: cch=1f2e3;"},
-        {"type": "text", "text": "Be brief."},
-        {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}},
-    ],
-    "messages": [
+REQUEST = json.loads(
+    r"""
+{
+  "model": "claude-x",
+  "max_tokens": 9,
+  "system": [
+    {"type": "text", "text": "x-anthropic-billing-header: cch=1f2e3;"},
+    {"type": "text", "text": "Be brief."},
+    {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}
+  ],
+  "messages": [
+    {
+      "role": "user",
+      "content": [
+        {"type": "text", "text": "<reminder/>\n"},
+        {"type": "text", "text": "Look there."}
+      ]
+    },
+    {"role": "system", "content": "It is Monday."},
+    {
+      "role": "assistant",
+      "content": [
+        {"type": "thinking", "thinking": "I look.", "signature": "SIGNATURE"},
+        {"type": "text", "text": "Now."},
+        {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "é", "n": 1}},
+        {"type": "tool_use", "id": "t2", "name": "look", "input": {}}
+      ]
+    },
+    {
+      "role": "user",
+      "content": [
+        {"type": "tool_result", "tool_use_id": "t1", "content": "Nothing."},
         {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "<reminder/>\n"},
-                {"type": "text", "text": "Look there."},
-            ],
+          "type": "tool_result",
+          "tool_use_id": "t2",
+          "content": [{"type": "text", "text": "No."}],
+          "is_error": true
         },
-        {"role": "system", "content": "It is Monday."},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "I look.", "signature": sign("c7")},
-                {"type": "text", "text": "Now."},
-                {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "é", "n": 1}},
-                {"type": "tool_use", "id": "t2", "name": "look", "input": {}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": "Nothing."},
-                {"type": "tool_result", "tool_use_id": "t2", "content": [NO], "is_error": True},
-                {"type": "text", "text": "Go on."},
-            ],
-        },
-    ],
-    "tools": [LOOK, LATER, SEARCH, BASH],
-    "tool_choice": {"type": "auto"},
-    "temperature": 0.0,
-    "stop_sequences": ["END"],
-    "stream": True,
-    "metadata": {"user_id": '{"session_id": "s"}'},
-    "diagnostics": {"previous_message_id": "msg_c7"},
+        {"type": "text", "text": "Go on."}
+      ]
+    }
+  ],
+  "tools": [
+    {
+      "name": "look",
+      "description": "Looks.",
+      "input_schema": {"type": "object", "properties": {"at": {}}}
+    },
+    {"name": "later", "input_schema": {"type": "object"}, "defer_loading": true},
+    {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+    {"type": "bash_20250124", "name": "bash"}
+  ],
+  "tool_choice": {"type": "auto"},
+  "temperature": 0.0,
+  "stop_sequences": ["END"],
+  "stream": true,
+  "metadata": {"user_id": "{\"session_id\": \"s\"}"},
+  "diagnostics": {"previous_message_id": "msg_c7"}
 }
+""".replace("SIGNATURE", sign("c7"))
+)
 
 
 USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}

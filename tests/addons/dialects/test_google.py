@@ -27,48 +27,59 @@ def answer(**fields):
     return {"functionResponse": {"response": {}, **fields}}
 
 
-REQUEST = {
-    "systemInstruction": {"role": "user", "parts": [{"text": "Be brief."}]},
-    "contents": [
-        {"role": "user", "parts": [{"text": "Look "}, {"text": "there."}]},
+REQUEST = json.loads(
+    """
+{
+  "systemInstruction": {"role": "user", "parts": [{"text": "Be brief."}]},
+  "contents": [
+    {"role": "user", "parts": [{"text": "Look "}, {"text": "there."}]},
+    {
+      "role": "model",
+      "parts": [
+        {"text": "I look.", "thought": true},
+        {"text": "Wait."},
         {
-            "role": "model",
-            "parts": [
-                {"text": "I look.", "thought": True},
-                {"text": "Wait."},
-                {
-                    "functionCall": {"id": "c1", "name": "look", "args": {"at": "é", "n": 1}},
-                    "thoughtSignature": sign("call-7"),
-                },
-                {"functionCall": {"id": "c2", "name": "look", "args": {}}},
-            ],
+          "functionCall": {"id": "c1", "name": "look", "args": {"at": "é", "n": 1}},
+          "thoughtSignature": "SIGNATURE"
         },
-        {
-            "role": "user",
-            "parts": [
-                answer(id="c1", name="look", response={"output": "Nothing."}),
-                {"text": "Go on."},
-                answer(id="c2", name="look", response={"error": "Too dark."}),
-            ],
-        },
-    ],
-    "tools": [
-        {
-            "functionDeclarations": [
-                {"name": "look", "description": "Looks.", "parametersJsonSchema": SCHEMA}
-            ]
-        },
-        {"googleSearch": {}},
-    ],
-    "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
-    "safetySettings": [],
-    "generationConfig": {
-        "maxOutputTokens": 5,
-        "stopSequences": ["END"],
-        "temperature": 0.0,
-        "candidateCount": 1,
+        {"functionCall": {"id": "c2", "name": "look", "args": {}}}
+      ]
     },
+    {
+      "role": "user",
+      "parts": [
+        {"functionResponse": {"response": {"output": "Nothing."}, "id": "c1", "name": "look"}},
+        {"text": "Go on."},
+        {"functionResponse": {"response": {"error": "Too dark."}, "id": "c2", "name": "look"}}
+      ]
+    }
+  ],
+  "tools": [
+    {
+      "functionDeclarations": [
+        {
+          "name": "look",
+          "description": "Looks.",
+          "parametersJsonSchema": {
+            "type": "object",
+            "properties": {"at_what": {"type": "string"}}
+          }
+        }
+      ]
+    },
+    {"googleSearch": {}}
+  ],
+  "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+  "safetySettings": [],
+  "generationConfig": {
+    "maxOutputTokens": 5,
+    "stopSequences": ["END"],
+    "temperature": 0.0,
+    "candidateCount": 1
+  }
 }
+""".replace("SIGNATURE", sign("call-7"))
+)
 
 
 def snake(value):

@@ -23,30 +23,43 @@ TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}},
 }
-REQUEST = {
-    "model": "gpt-x",
-    "messages": [
-        {"role": "developer", "content": "Be brief."},
+REQUEST = json.loads(r"""
+{
+  "model": "gpt-x",
+  "messages": [
+    {"role": "developer", "content": "Be brief."},
+    {
+      "role": "user",
+      "content": [{"type": "text", "text": "Look "}, {"type": "text", "text": "there."}]
+    },
+    {
+      "role": "assistant",
+      "content": null,
+      "reasoning_content": "I look.",
+      "tool_calls": [
         {
-            "role": "user",
-            "content": [{"type": "text", "text": "Look "}, {"type": "text", "text": "there."}],
-        },
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "I look.",
-            "tool_calls": [message_tool_call("c1", "look", '{"at": "\\u00e9", "n": 1}')],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "Nothing."},
-    ],
-    "tools": [TOOL],
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "max_tokens": 9,
-    "max_completion_tokens": 5,
-    "temperature": 0.0,
-    "stop": None,
+          "id": "c1",
+          "type": "function",
+          "function": {"name": "look", "arguments": "{\"at\": \"\\u00e9\", \"n\": 1}"}
+        }
+      ]
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "Nothing."}
+  ],
+  "tools": [
+    {
+      "type": "function",
+      "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+    }
+  ],
+  "stream": true,
+  "stream_options": {"include_usage": true},
+  "max_tokens": 9,
+  "max_completion_tokens": 5,
+  "temperature": 0.0,
+  "stop": null
 }
+""")
 
 
 def decode(**changes):

@@ -215,6 +215,22 @@ def called(reply):
     return [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
 
 
+TYPES = """
+{"type": "string"}  3  "3"
+{"type": "integer"}  3  3
+{"type": "boolean"}  True  true
+{"type": ["string", "null"]}  null  null
+{"anyOf": [{"type": "integer"}, {"type": "null"}]}  None  null
+{"type": "integer"}  three  "three"
+{"type": "object"}  {"a": [1]}  {"a": [1]}
+{}  3  3
+{"enum": [1, 2]}  1  1
+{"$ref": "#/$defs/a"}  {"line": 3}  {"line": 3}
+{"enum": ["a"]}  a  "a"
+"""
+"""Schemas of an argument, texts in tags, and the arguments that they are."""
+
+
 class TestRead:
     @pytest.mark.parametrize(
         "broken",
@@ -237,26 +253,13 @@ class TestRead:
         )
         assert (reply.reasoning, reply.content) == ("I look.", "Hi.")
 
-    @pytest.mark.parametrize(
-        ("schema", "text", "value"),
-        [
-            ({"type": "string"}, "3", "3"),
-            ({"type": "integer"}, "3", 3),
-            ({"type": "boolean"}, "True", True),
-            ({"type": ["string", "null"]}, "null", None),
-            ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
-            ({"type": "integer"}, "three", "three"),
-            ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
-            ({}, "3", 3),
-            ({"enum": [1, 2]}, "1", 1),
-            ({"$ref": "#/$defs/a"}, '{"line": 3}', {"line": 3}),
-            ({"enum": ["a"]}, "a", "a"),
-        ],
-    )
-    def test_plain_arguments_get_the_types_of_their_schema(self, schema, text, value):
-        tools = [function_tool("look", "", {"type": "object", "properties": {"string": schema}})]
+    @pytest.mark.parametrize("row", TYPES.strip().splitlines())
+    def test_plain_arguments_get_the_types_of_their_schema(self, row):
+        schema, text, value = row.split("  ")
+        properties = {"string": json.loads(schema)}
+        tools = [function_tool("look", "", {"type": "object", "properties": properties})]
         reply = read_text(XML, "", XML_CALL.format(text), tools)
-        assert called(reply) == [("look", {"string": value})]
+        assert called(reply) == [("look", {"string": json.loads(value)})]
 
     @pytest.mark.parametrize(
         ("body", "arguments"),

@@ -167,15 +167,6 @@ class TestLeastTokens:
 
 
 class TestBridge:
-    @pytest.mark.parametrize(
-        "completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"]
-    )
-    def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):
-        prompt = rendering.render([USER], [])
-        ids = continued(rendering, prompt, encode(completion), [USER])
-        end = encode("Hello<|im_end|>\n<|im_start|>assistant\n")
-        assert ids[-len(end) :] == end
-
     @pytest.mark.parametrize("new", [[USER], [USER, said("Hi."), USER]])
     @pytest.mark.parametrize(
         "completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"]

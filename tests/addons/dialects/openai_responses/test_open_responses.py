@@ -15,16 +15,18 @@ from tests.scripted_engine import Say
 
 PATH = "/v1/responses"
 COMPACT = "/v1/responses/compact"
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Get the current weather for a location",
-    "parameters": {
-        "type": "object",
-        "properties": {"location": {"type": "string"}},
-        "required": ["location"],
-    },
+WEATHER = json.loads("""
+{
+  "type": "function",
+  "name": "get_weather",
+  "description": "Get the current weather for a location",
+  "parameters": {
+    "type": "object",
+    "properties": {"location": {"type": "string"}},
+    "required": ["location"]
+  }
 }
+""")
 CALL = """<think>
 I look.
 </think>
@@ -150,25 +152,39 @@ async def test_a_compaction_without_a_model_is_refused(harness):
     assert (status, "'model'" in body["error"]["message"]) == (400, True)
 
 
-ANYTHING = {
-    "instructions": "Be brief.",
-    "metadata": {"run": "a secret of the program"},
-    "tools": [WEATHER, {"type": "mcp", "server_label": "x", "authorization": "Bearer secret"}],
-    "tool_choice": {"type": "function", "name": "get_weather"},
-    "temperature": 0.5,
-    "top_p": 0.25,
-    "presence_penalty": 1,
-    "frequency_penalty": -1,
-    "store": False,
-    "truncation": "auto",
-    "parallel_tool_calls": False,
-    "max_tool_calls": 3,
-    "max_output_tokens": 64,
-    "reasoning": {"effort": "low"},
-    "text": {"format": {"type": "text"}, "verbosity": "low"},
-    "prompt_cache_key": "thread-1",
-    "safety_identifier": "a secret user",
+ANYTHING = json.loads("""
+{
+  "instructions": "Be brief.",
+  "metadata": {"run": "a secret of the program"},
+  "tools": [
+    {
+      "type": "function",
+      "name": "get_weather",
+      "description": "Get the current weather for a location",
+      "parameters": {
+        "type": "object",
+        "properties": {"location": {"type": "string"}},
+        "required": ["location"]
+      }
+    },
+    {"type": "mcp", "server_label": "x", "authorization": "Bearer secret"}
+  ],
+  "tool_choice": {"type": "function", "name": "get_weather"},
+  "temperature": 0.5,
+  "top_p": 0.25,
+  "presence_penalty": 1,
+  "frequency_penalty": -1,
+  "store": false,
+  "truncation": "auto",
+  "parallel_tool_calls": false,
+  "max_tool_calls": 3,
+  "max_output_tokens": 64,
+  "reasoning": {"effort": "low"},
+  "text": {"format": {"type": "text"}, "verbosity": "low"},
+  "prompt_cache_key": "thread-1",
+  "safety_identifier": "a secret user"
 }
+""")
 
 
 async def test_a_response_repeats_what_was_asked_and_a_run_does_not_hold_it(harness):

@@ -30,79 +30,121 @@ PATCH = {
     "description": "Patches.",
     "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"},
 }
-AGENTS = {
-    "type": "namespace",
-    "name": "agents",
-    "description": "Agents.",
-    "tools": [
-        {**LOOK, "name": "spawn"},
-        {"type": "custom", "name": "exec", "description": "Runs."},
-    ],
+AGENTS = json.loads("""
+{
+  "type": "namespace",
+  "name": "agents",
+  "description": "Agents.",
+  "tools": [
+    {
+      "type": "function",
+      "name": "spawn",
+      "description": "Looks.",
+      "parameters": {"type": "object"},
+      "strict": false
+    },
+    {"type": "custom", "name": "exec", "description": "Runs."}
+  ]
 }
+""")
 SEARCH = {"type": "web_search", "external_web_access": False}
 FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-REQUEST = {
-    "model": "gpt-x",
-    "instructions": "Be brief.",
-    "input": [
+REQUEST = json.loads(
+    r"""
+{
+  "model": "gpt-x",
+  "instructions": "Be brief.",
+  "input": [
+    {
+      "type": "message",
+      "role": "developer",
+      "content": [{"type": "input_text", "text": "Be kind."}]
+    },
+    {
+      "role": "user",
+      "content": [
+        {"type": "input_text", "text": "Look "},
+        {"type": "input_text", "text": "there."}
+      ]
+    },
+    {
+      "type": "reasoning",
+      "id": "rs_1",
+      "summary": [{"type": "summary_text", "text": "I look."}],
+      "content": null,
+      "encrypted_content": "SIGNATURE"
+    },
+    {
+      "type": "message",
+      "role": "assistant",
+      "id": "msg_1",
+      "content": [{"type": "output_text", "text": "Looking.", "annotations": []}],
+      "phase": "commentary"
+    },
+    {
+      "type": "function_call",
+      "call_id": "t1",
+      "name": "look",
+      "arguments": "{\"at\": \"\\u00e9\",  \"n\": 1}"
+    },
+    {"type": "custom_tool_call", "call_id": "t2", "name": "patch", "input": "+ x"},
+    {
+      "type": "function_call",
+      "call_id": "t3",
+      "namespace": "agents",
+      "name": "spawn",
+      "arguments": "{}"
+    },
+    {"type": "function_call_output", "call_id": "t1", "output": "Nothing."},
+    {
+      "type": "custom_tool_call_output",
+      "call_id": "t2",
+      "output": [{"type": "input_text", "text": "Done."}]
+    },
+    {"type": "function_call_output", "call_id": "t3", "output": ""}
+  ],
+  "tools": [
+    {
+      "type": "function",
+      "name": "look",
+      "description": "Looks.",
+      "parameters": {"type": "object"},
+      "strict": false
+    },
+    {
+      "type": "custom",
+      "name": "patch",
+      "description": "Patches.",
+      "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"}
+    },
+    {
+      "type": "namespace",
+      "name": "agents",
+      "description": "Agents.",
+      "tools": [
         {
-            "type": "message",
-            "role": "developer",
-            "content": [{"type": "input_text", "text": "Be kind."}],
+          "type": "function",
+          "name": "spawn",
+          "description": "Looks.",
+          "parameters": {"type": "object"},
+          "strict": false
         },
-        {
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "Look "},
-                {"type": "input_text", "text": "there."},
-            ],
-        },
-        {
-            "type": "reasoning",
-            "id": "rs_1",
-            "summary": [{"type": "summary_text", "text": "I look."}],
-            "content": None,
-            "encrypted_content": sign("c7"),
-        },
-        {
-            "type": "message",
-            "role": "assistant",
-            "id": "msg_1",
-            "content": [{"type": "output_text", "text": "Looking.", "annotations": []}],
-            "phase": "commentary",
-        },
-        {
-            "type": "function_call",
-            "call_id": "t1",
-            "name": "look",
-            "arguments": '{"at": "\\u00e9",  "n": 1}',
-        },
-        {"type": "custom_tool_call", "call_id": "t2", "name": "patch", "input": "+ x"},
-        {
-            "type": "function_call",
-            "call_id": "t3",
-            "namespace": "agents",
-            "name": "spawn",
-            "arguments": "{}",
-        },
-        {"type": "function_call_output", "call_id": "t1", "output": "Nothing."},
-        {
-            "type": "custom_tool_call_output",
-            "call_id": "t2",
-            "output": [{"type": "input_text", "text": "Done."}],
-        },
-        {"type": "function_call_output", "call_id": "t3", "output": ""},
-    ],
-    "tools": [LOOK, PATCH, AGENTS, SEARCH],
-    "tool_choice": "auto",
-    "stream": True,
-    "store": False,
-    "include": ["reasoning.encrypted_content"],
-    "max_output_tokens": 9,
-    "temperature": 0.0,
-    "prompt_cache_key": "thread-1",
-    "client_metadata": {"session": "s1", "n": 1},
+        {"type": "custom", "name": "exec", "description": "Runs."}
+      ]
+    },
+    {"type": "web_search", "external_web_access": false}
+  ],
+  "tool_choice": "auto",
+  "stream": true,
+  "store": false,
+  "include": ["reasoning.encrypted_content"],
+  "max_output_tokens": 9,
+  "temperature": 0.0,
+  "prompt_cache_key": "thread-1",
+  "client_metadata": {"session": "s1", "n": 1}
 }
+""".replace("SIGNATURE", sign("c7"))
+)
 
 
 def decode(**changes):
