@@ -26,7 +26,7 @@ ASK_WITH_TOOLS = ASK.replace("json={", f"json={{'tools': [{TOOL!r}], ").replace(
     "reply.json()", "reply.raise_for_status().json()"
 )
 NO_CALL = ["no model call came: did the program use the proxy?", "rolltap doctor -- COMMAND"]
-"""What is said of a session without a call."""
+"""Words that a session without a call is told with."""
 
 
 def run_rolltap(*arguments, cwd=None, env=None):

@@ -48,7 +48,7 @@ def record(options, tmp_path):
 
 
 class TestEnd:
-    """What `record` says at the end, and its status."""
+    """The end of `record`: its last lines, and its status."""
 
     def test_record_runs_a_command_and_ends_with_its_status(self, record, tmp_path):
         ended, session = record()
@@ -147,7 +147,7 @@ class TestEnd:
 
 
 class TestStart:
-    """What `record` runs, and says before."""
+    """The program that `record` runs, and the lines before it."""
 
     def test_a_harness_is_started_by_its_preset_and_the_users_variables_win(
         self, options, tmp_path

@@ -21,7 +21,7 @@ def exported(target, sessions, out):
     for recording in recordings:
         recording.ask(user("Go."))
     with TemporaryDirectory() as folder:
-        run = rolltap.open_run(write(Path(folder), *recordings))
+        run = rolltap.open_run(write(Path(folder) / "run", *recordings))
         if target == "traces":
             run.traces().save(out, progress=False)
         else:
