@@ -15,8 +15,12 @@ AGENT = Path(__file__).with_name("agent.py")
 LOOPBACK = "http://127.0.0.1:9/v1/chat/completions"
 
 
-def tried(*odd, **how):
-    return examine([sys.executable, str(AGENT), *odd], **how)
+SECONDS = 600.0
+"""Longest time of a program that ends by itself."""
+
+
+def tried(*odd, timeout=SECONDS, **how):
+    return examine([sys.executable, str(AGENT), *odd], timeout=timeout, **how)
 
 
 def problems(diagnosis):
@@ -40,7 +44,7 @@ def test_a_program_whose_calls_are_continued_is_ready_whatever_key_the_engines_o
     assert results == [f"{GREETING}\n"] * 2
 
 
-def test_a_program_that_calls_an_unknown_api_asks_for_a_schema_and_rewrites_its_history_is_told_of_each():
+def test_an_unknown_api_a_schema_and_a_rewritten_history_are_each_told():
     diagnosis = tried("elsewhere", "schema", "rewrites")
     elsewhere, *rewritten = problems(diagnosis)
     assert "POST bedrock-runtime.us-east-1.amazonaws.com/model/m/converse" in elsewhere
@@ -81,7 +85,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("program", "said", "advice"), cases(MISTAKES, 3, 4))
 def test_a_mistake_of_an_hour_with_the_doctor_is_said(program, said, advice):
-    found = examine([sys.executable, "-c", program]).findings
+    found = examine([sys.executable, "-c", program], timeout=SECONDS).findings
     levels = [each.level for each in found if said in each.text and advice in each.advice]
     assert levels == ["problem"], found
 
@@ -142,7 +146,7 @@ def test_a_preset_starts_its_program_in_an_empty_folder_with_a_home_of_its_own(
     program.write_text(TOOL)
     program.chmod(0o755)
     (tmp_path / "tool.toml").write_text(f'program = "{program}"\n{PRESET}')
-    diagnosis = examine(harness=str(tmp_path / "tool.toml"))
+    diagnosis = examine(harness=str(tmp_path / "tool.toml"), timeout=SECONDS)
     assert diagnosis.seen.output.splitlines()[0] == "[] [] False 1000000"
     assert diagnosis.problems == 0
     assert diagnosis.seen.quirks == ["Is small."]
