@@ -159,13 +159,13 @@ in a checkpoint, at the end; with `max_staleness`, among forks."""
 
 def make_points(points: Points) -> None:
     """Let the loop and the libraries below it pass points."""
-    points.around(attempt, "write_atomically", lambda path, _: f"writing {path.name}")
+    points.around(attempt, "write_atomically", "writing {}")
     points.around(weights, "write_policy")
-    points.around(Path, "rename", lambda path, _: f"renaming {path.name}")
+    points.around(Path, "rename", "renaming {}")
     points.around(online, "read_batch")
-    points.around(TraceGRPOTrainer, "training_step", lambda *_: "a micro-batch")
-    points.around(torch.optim.AdamW, "step", lambda *_: "the optimizer's step")
-    points.around(checkpoint, "save_trained", lambda *_: "the trainer saves the weights")
+    points.around(TraceGRPOTrainer, "training_step", "a micro-batch")
+    points.around(torch.optim.AdamW, "step", "the optimizer's step")
+    points.around(checkpoint, "save_trained", "the trainer saves the weights")
     points.around(checkpoint, "rotate_checkpoints")
     points.around(loop, "save_finished")
 
@@ -179,7 +179,9 @@ def make_points(points: Points) -> None:
         points.reach("after the policy is saved")
 
     weights.new_folder = saving
-    save, remove, to_json = torch.save, shutil.rmtree, TrainerState.save_to_json
+    save = torch.save
+    remove = shutil.rmtree
+    to_json = TrainerState.save_to_json
 
     def save_in_two(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         save(what, path, *args, **kwargs)
@@ -204,7 +206,9 @@ def make_points(points: Points) -> None:
             points.reach(f"half of {Path(path).name} was removed")
         remove(path, *args, **kwargs)
 
-    torch.save, shutil.rmtree, TrainerState.save_to_json = save_in_two, remove_in_two, state_in_two
+    torch.save = save_in_two
+    shutil.rmtree = remove_in_two
+    TrainerState.save_to_json = state_in_two
 
 
 def train(folder: Path, kill_at: str | None = None) -> int:
@@ -217,12 +221,14 @@ def train(folder: Path, kill_at: str | None = None) -> int:
     try:
         points = Points(kill_at)
         make_points(points)
-        FolderEngine.folder, FolderEngine.points = folder / "engine", points
+        FolderEngine.folder = folder / "engine"
         FolderEngine.model = folder.parents[1] / "model"
+        FolderEngine.points = points
         engines.EngineAdmin = FolderEngine
         worker.Recorder = FakeRecorder
         worker.GroupRunner = runner_by(points)
-        call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
+        call = online.OnlineTraces.__call__
+        before_batch = online.OnlineTraces.before_batch
 
         def stepped(source: online.OnlineTraces) -> None:
             points.step = source.trainer.state.global_step
@@ -230,23 +236,25 @@ def train(folder: Path, kill_at: str | None = None) -> int:
 
         def noted(source: online.OnlineTraces, rows: list[dict[str, Any]]) -> Any:
             batch = call(source, rows)
+            rewards = []
+            for label in batch.rewards.values():
+                rewards.append([place_in_any_run(label.group_id), label.reward])
+            traces = []
+            for trace in batch.traces:
+                tokens = [trace.prompt_ids, trace.completion_ids]
+                traces.append([*tokens, trace.completion_mask, trace.logprobs])
             line = {
                 "step": source.trainer.state.global_step,
-                "rewards": [
-                    [place_in_any_run(label.group_id), label.reward]
-                    for label in batch.rewards.values()
-                ],
-                "traces": [
-                    [t.prompt_ids, t.completion_ids, t.completion_mask, t.logprobs]
-                    for t in batch.traces
-                ],
+                "rewards": rewards,
+                "traces": traces,
                 "ledger": str(batch.ledger),
             }
             with (folder / "batches").open("a") as file:
                 file.write(json.dumps(line) + "\n")
             return batch
 
-        online.OnlineTraces.__call__, online.OnlineTraces.before_batch = noted, stepped
+        online.OnlineTraces.__call__ = noted
+        online.OnlineTraces.before_batch = stepped
         recipe = load_recipe(folder.parent / "recipe.toml")
         run = folder / "run"
         with open(os.devnull, "w") as silent:
@@ -294,31 +302,39 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     expected = {batch["step"]: batch for batch in read_batches(plain)}
     after = read_batches(folder)[len(before) :]
     run = folder / "run"
-    iterations = load_recipe(folder.parent / "recipe.toml").grpo["num_iterations"]
-    left = sorted(path.name for path in (run / "published").iterdir())
-    whole = [
-        (path / "rng_state.pth").exists() for path in (run / "checkpoints").glob("checkpoint-*")
-    ]
-    hidden = [path.name for path in run.iterdir() if path.name.startswith(".") and path.is_dir()]
-    finished = sorted(path.name for path in (plain / "run" / FINISHED).iterdir())
+    recipe = load_recipe(folder.parent / "recipe.toml")
+    steps = range(1, STEPS * recipe.iterations + 1)
     return {
         "points": kills,
         "killed": killed,
         "ended": ended,
         "unfinished": unfinished,
         "resumed": [batch["step"] for batch in after],
-        "batches": all(batch == expected[batch["step"]] for batch in [*before, *after]),
+        "batches": all(batch == expected[batch["step"]] for batch in before + after),
         "weights": weights_of(folder) == weights_of(plain),
         "sessions": names_of(run) == names_of(plain / "run"),
         "trained": trained_of(run) == trained_of(plain / "run"),
-        "metrics": [line["step"] for line in read_metrics(run / METRICS)]
-        == list(range(1, STEPS * iterations + 1)),
-        "tidy": len(left) <= load_recipe(folder.parent / "recipe.toml").adapters
-        and not any(name.startswith(".") for name in left)
-        and all(whole)
-        and not hidden
-        and finished == sorted(path.name for path in (run / FINISHED).iterdir()),
+        "metrics": [line["step"] for line in read_metrics(run / METRICS)] == list(steps),
+        "tidy": is_tidy(run, recipe.adapters) and names_in(run) == names_in(plain / "run"),
     }
+
+
+def is_tidy(run: Path, policies: int) -> bool:
+    """Return True of a run with so many published policies, whole checkpoints and no hidden
+    folder."""
+    published = [path.name for path in (run / "published").iterdir()]
+    hidden = [path.name for path in run.iterdir() if path.is_dir()] + published
+    checkpoints = (run / "checkpoints").glob("checkpoint-*")
+    return (
+        len(published) <= policies
+        and not any(name.startswith(".") for name in hidden)
+        and all((path / "rng_state.pth").exists() for path in checkpoints)
+    )
+
+
+def names_in(run: Path) -> set[str]:
+    """Return the names of the files of the finished model."""
+    return {path.name for path in (run / FINISHED).iterdir()}
 
 
 def weights_of(folder: Path) -> bytes:
@@ -340,21 +356,18 @@ def trained_of(run: Path) -> list[tuple[Any, ...]]:
     """Return what each optimizer step trained of each session, and with what values."""
     with SessionIndex(run, TABLE) as index:
         rows = [row for name in index.session_ids for row in trained_steps(index, str(name))]
-    values = (
-        (str(row.differences), str(row.weights), str(row.ledger), row.advantage, row.reason)
-        for row in rows
-    )
-    return sorted(
-        (row.step, place_in_any_run(row.session_id), *each)
-        for row, each in zip(rows, values, strict=True)
-    )
+    trained = []
+    for row in rows:
+        place = place_in_any_run(row.session_id)
+        values = (str(row.differences), str(row.weights), str(row.ledger))
+        trained.append((row.step, place, *values, row.advantage, row.reason))
+    return sorted(trained)
 
 
 def recipe_of(kind: str) -> str:
     adapted = kind in ("lora", "max_staleness")
-    recipe = RECIPE.format(
-        publish="lora" if adapted else "checkpoint", iterations=2 if kind == "twice" else 1
-    )
+    publish = "lora" if adapted else "checkpoint"
+    recipe = RECIPE.format(publish=publish, iterations=1 + (kind == "twice"))
     if kind == "max_staleness":
         recipe = recipe.replace("adapters = 2", "max_staleness = 1")
         recipe = recipe.replace("[grpo]", "[forks]\nsessions = 2\n\n[grpo]")

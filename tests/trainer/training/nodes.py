@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,45 +65,43 @@ def on_two_nodes(
 ) -> list[tuple[int, str]]:
     """Train by two launchers. Returns the exit status of each, and what it and its process
     printed."""
-    place = {
-        "min_nodes": 2,
-        "max_nodes": 2,
-        "nproc_per_node": 1,
-        "rdzv_endpoint": f"127.0.0.1:{free_port()}",
-    }
-    place |= {"rdzv_backend": "static", "run_id": "none"}  # as `torchrun --node-rank`
-    place |= {"max_restarts": 0, "start_method": "fork", "monitor_interval": 0.1}
-    files = [folder / f"printed-{node}" for node in range(2)]
-    launchers = [LaunchConfig(**place, rdzv_configs={"rank": node}) for node in range(2)]
-    started = [
-        forked(
-            lambda launcher=launcher: elastic_launch(launcher, train)(
-                folder, out, fault, rolls_out
-            ),
-            file,
+    address = f"127.0.0.1:{free_port()}"
+    started = []
+    for rank in range(2):
+        printed = folder / f"printed-{rank}"
+        # as `torchrun --node-rank`
+        config = LaunchConfig(
+            min_nodes=2,
+            max_nodes=2,
+            nproc_per_node=1,
+            run_id="none",
+            rdzv_backend="static",
+            rdzv_endpoint=address,
+            rdzv_configs={"rank": rank},
+            max_restarts=0,
+            start_method="fork",
+            monitor_interval=0.1,
         )
-        for launcher, file in zip(launchers, files, strict=True)
-    ]
-    return [
-        (status_of(process), file.read_text()) for process, file in zip(started, files, strict=True)
-    ]
+        launch = partial(elastic_launch(config, train), folder, out, fault, rolls_out)
+        started.append((forked(launch, printed), printed))
+    return [(status_of(process), printed.read_text()) for process, printed in started]
 
 
 def report(folder: Path) -> dict[str, Any]:
     """Return the outcomes of the nodes: of a start in which the second one is killed, and of one
     more; of an online training whose weights are refused. `alone` is the status of one process that
     trains the same."""
-    killed, resumed = on_two_nodes(folder, second_launcher_is_killed), on_two_nodes(folder)
+    killed = on_two_nodes(folder, second_launcher_is_killed)
+    resumed = on_two_nodes(folder)
     refused = on_two_nodes(folder, publish_is_refused, "refused", rolls_out=True)
-    alone = forked(lambda: train(folder, "alone"), folder / "printed")
+    alone = forked(partial(train, folder, "alone"), folder / "printed")
     return {"killed": killed, "resumed": resumed, "refused": refused, "alone": status_of(alone)}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ |= {
-        "HF_DEACTIVATE_ASYNC_LOAD": "1",
-        "OMP_NUM_THREADS": "1",
-    }  # no threads before the forks
+    # no threads before the forks
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
     gc.freeze()
     print(json.dumps(report(Path(sys.argv[1]))))

@@ -9,10 +9,10 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -55,12 +55,15 @@ class Points:
         if full == self._kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, owner: Any, name: str, label: Callable[..., str] | None = None) -> None:
-        """Make a function pass a point before and after it. `label` names it by its arguments."""
+    def around(self, owner: Any, name: str, label: str = "") -> None:
+        """Make a function pass a point before and after it. `label` is its name at these points,
+        and may have `{}` for the name of the file that it gets."""
         function = getattr(owner, name)
 
         def passing(*args: Any, **kwargs: Any) -> Any:
-            what = label(*args) if label else name.strip("_")
+            what = label or name.strip("_")
+            if "{}" in what:
+                what = what.format(args[0].name)
             self.reach(f"before {what}")
             result = function(*args, **kwargs)
             self.reach(f"after {what}")
@@ -80,6 +83,8 @@ class FolderEngine:
     folder: Path
     model: Path
     points: Points
+    loaded: ClassVar[list[Path]] = []
+    """Folders of the adapters that were loaded."""
     refuses: Collection[str] = ()
     """Ports whose engines refuse to load weights that are not those of `model`."""
 
@@ -163,6 +168,7 @@ class FolderEngine:
         """Load an adapter. No name is given twice."""
         self._refuse(folder)
         self._name(name.removeprefix("policy-"), folder / "adapter_model.safetensors")
+        self.loaded.append(folder)
         shutil.copytree(folder, self.place / name)
         self.points.reach("after the engine has loaded the adapter")
 
@@ -181,18 +187,14 @@ class FolderEngine:
 
     def _name(self, version: str, weights: Path) -> None:
         """Give weights a name that no others have."""
-        digest = sha256(
-            b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(weights).items()))
-        )
+        tensors = sorted(load_file(weights).items())
+        digest = sha256(b"".join(tensor.numpy().tobytes() for _, tensor in tensors)).hexdigest()
         names = self.folder / "names"
-        known = (
-            dict(line.split() for line in names.read_text().splitlines()) if names.exists() else {}
-        )
-        assert known.get(version, digest.hexdigest()) == digest.hexdigest(), (
-            f"{version} was given to other weights"
-        )
+        names.touch()
+        known = dict(line.split() for line in names.read_text().splitlines())
+        assert known.get(version, digest) == digest, f"{version} was given to other weights"
         with names.open("a") as file:
-            file.write(f"{version} {digest.hexdigest()}\n")
+            file.write(f"{version} {digest}\n")
 
 
 class FakeRecorder:
@@ -276,7 +278,9 @@ def record_group(run: Path, group: Group, version: str, points: Points) -> list[
                 policy_version=version,
             )
             if FAULTS.search(session_id) and session_id.rpartition(".")[0] not in before:
-                session.status, session.reward, session.error = "infrastructure", None, "no engine"
+                session.status = "infrastructure"
+                session.reward = None
+                session.error = "no engine"
             points.reach("before a session is recorded")
             writer.add_session(session)
             points.reach("after a session was recorded")
@@ -302,10 +306,9 @@ def served(place: Path, adapter: str | None) -> tuple[Any, str]:
     if adapter is not None:
         weights = place / adapter / "adapter_model.safetensors"
         model = get_peft_model(model, lora())
-        named = {
-            name.replace(".weight", ".default.weight"): weight
-            for name, weight in load_file(weights).items()
-        }
+        named = {}
+        for name, weight in load_file(weights).items():
+            named[name.replace(".weight", ".default.weight")] = weight
         assert not model.load_state_dict(named, strict=False).unexpected_keys
     return model.eval(), sha256(weights.read_bytes()).hexdigest()
 
@@ -335,12 +338,9 @@ def sampled(model: Any, rng: random.Random, task: str, session_id: str, version:
 
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> list[float]:
-    scores = (
-        model(input_ids=torch.tensor([prompt + ids]))
-        .logits[0, len(prompt) - 1 : -1]
-        .log_softmax(-1)
-    )
-    scored: list[float] = scores.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
+    scored: list[float] = chosen[:, 0].tolist()
     return scored
 
 

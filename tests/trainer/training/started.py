@@ -38,18 +38,18 @@ class RecorderWithChild(FakeRecorder):
 
 def second_dies(folder: Path) -> None:
     """Let the second process be killed while the first one rolls out."""
-    _in_second_rollout(lambda: os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL))
+    _in_second_rollout(folder / "pid-1", signal.SIGKILL)
 
 
 def second_launcher_is_killed(folder: Path) -> None:
     """Let the second process's launcher be killed before the second step. The process waits to be
-    killed too, and after a minute goes on."""
+    killed too, and after ten minutes goes on."""
     step = TraceGRPOTrainer.training_step
 
     def waiting(trainer: Any, *args: Any) -> Any:
         if trainer.state.global_step == 1 and os.environ["RANK"] == "1":
             signal.signal(signal.SIGALRM, lambda *_: None)
-            signal.alarm(60)
+            signal.alarm(600)
             os.kill(os.getppid(), signal.SIGKILL)
             signal.pause()
         return step(trainer, *args)
@@ -59,7 +59,7 @@ def second_launcher_is_killed(folder: Path) -> None:
 
 def first_is_stopped(folder: Path) -> None:
     """Let the first process be told to end while it rolls out."""
-    _in_second_rollout(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    _in_second_rollout(folder / "pid-0", signal.SIGTERM)
 
 
 def publish_is_refused(folder: Path) -> None:
@@ -67,18 +67,16 @@ def publish_is_refused(folder: Path) -> None:
     FolderEngine.refuses = {"10"}
 
 
-def _in_second_rollout(act: Callable[[], None]) -> None:
+def _in_second_rollout(file: Path, number: int) -> None:
+    """Let the process whose id a file has get a signal."""
     submit = worker.GroupRunner.submit
 
-    async def acting(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            PolicyFile((await schedule.node.context_of(args[0])).recorder.path)
-            .read()
-            .version.split(".")[1]
-            == "1"
-        ):
-            act()
-        return await submit(schedule, *args, **kwargs)
+    async def acting(runner: Any, group: Any) -> Any:
+        context = await runner.node.context_of(group)
+        version = PolicyFile(context.recorder.path).read().version
+        if version.split(".")[1] == "1":
+            os.kill(int(file.read_text()), number)
+        return await submit(runner, group)
 
     worker.GroupRunner.submit = acting
 
@@ -93,12 +91,9 @@ def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) ->
     """Put the stand-ins in their places by `set_in`. The engines are below `folder`, and serve its
     `model`."""
     points = Points(None)
-    for name, value in {
-        "folder": folder / "engine",
-        "model": folder / "model",
-        "points": points,
-    }.items():
-        set_in(FolderEngine, name, value)
+    FolderEngine.folder = folder / "engine"
+    FolderEngine.model = folder / "model"
+    FolderEngine.points = points
     set_in(engines, "EngineAdmin", FolderEngine)
     set_in(worker, "Recorder", RecorderWithChild)
     set_in(worker, "GroupRunner", runner_by(points))

@@ -4,7 +4,6 @@ import os
 import secrets
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,45 +61,33 @@ class Training:
     ) -> list[str]:
         """Train as `in_two`, in a process of each of two launchers. `second` is the second one's
         folder, if another."""
-        where = (
-            "--nproc-per-node",
-            "1",
-            "--nnodes",
-            "2",
-            "--master-port",
-            str(free_port()),
-            "--node-rank",
-        )
-        folders = (self.folder, second or self.folder)
-        return self._launched(
-            fault,
-            {(*where, str(node)): self._arguments("run", more, folders[node]) for node in range(2)},
-        )
+        where = ("--nproc-per-node", "1", "--nnodes", "2", "--master-port", str(free_port()))
+        launchers = {}
+        for node, folder in enumerate((self.folder, second or self.folder)):
+            launcher = (*where, "--node-rank", str(node))
+            launchers[launcher] = self._arguments("run", more, folder)
+        return self._launched(fault, launchers)
 
     def _launched(self, fault: str, arguments: dict[tuple[str, ...], list[str]]) -> list[str]:
         mark = secrets.token_hex(8)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ROLLTAP_MARK": mark}
         program = ("-m", "tests.trainer.training.started", str(self.folder), fault)
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *launcher, *program, *own],
-                cwd=ROOT,
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for launcher, own in arguments.items()
-        ]
-        printed = [process.communicate()[1] for process in started]
+        how = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+        started = []
+        for launcher, own in arguments.items():
+            command = [sys.executable, "-m", "torch.distributed.run", *launcher, *program, *own]
+            started.append(subprocess.Popen(command, **how))
+        ended = []
+        for process in started:
+            printed = process.communicate()[1]
+            ended.append(f"{process.returncode}\n{printed}")
         assert running(mark) == []
-        return [
-            f"{process.returncode}\n{text}" for process, text in zip(started, printed, strict=True)
-        ]
+        return ended
 
     def here(
         self, monkeypatch: pytest.MonkeyPatch, out: str = "run", *, more: tuple[str, ...] = ENGINES
     ) -> Result:
-        stand_in(self.folder, partial(monkeypatch.setattr, raising=False))
+        stand_in(self.folder, monkeypatch.setattr)
         return CliRunner().invoke(main.rolltap, self._arguments(out, more))
 
     def weights(self, out: str = "run") -> dict[str, Any]:
@@ -138,9 +125,9 @@ def apart(one, two, base) -> float:
     """
 
     def distance(first, second) -> float:
-        return (
-            sum(float((first[name] - second[name]).double().square().sum()) for name in first)
-            ** 0.5
-        )
+        squares = 0.0
+        for name in first:
+            squares += float((first[name] - second[name]).double().square().sum())
+        return squares**0.5
 
     return distance(one, two) / distance(one, base)
