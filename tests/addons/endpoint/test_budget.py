@@ -58,14 +58,6 @@ async def test_a_call_over_the_number_of_calls_gets_an_error_of_its_api(
     assert harness.events("rejected") == harness.events("fault") == []
 
 
-async def test_of_streamed_calls_at_the_same_time_no_more_than_allowed_get_a_stream(restart):
-    async with restart(max_calls=3) as harness:
-        asked = [harness.stream(user(f"Hi {number}")) for number in range(8)]
-        replies = await asyncio.gather(*asked)
-    assert sorted(status for status, _ in replies) == [200] * 3 + [404] * 5
-    assert len(harness.calls()) == 3
-
-
 async def test_a_call_that_failed_because_of_the_engine_does_not_count(restart, scripted_engine):
     async with restart(max_calls=1) as harness:
         scripted_engine.replies.append(Answer(500, "no memory left"))
@@ -138,13 +130,16 @@ async def test_a_retry_is_no_call_of_its_own_also_of_a_reply_that_was_cut_and_af
     assert len(scripted_engine.requests) == 1
 
 
-async def test_calls_at_the_same_time_cannot_use_more_than_there_is(restart, encode):
-    one = len(encode("Hello.")) + 1
-    async with restart(max_sampled_tokens=2 * one) as harness:
-        asked = [harness.ask(user(f"Hi {number}")) for number in range(6)]
+@pytest.mark.parametrize("budget", ["tokens", "calls"])
+async def test_calls_at_the_same_time_cannot_use_more_than_there_is(restart, encode, budget):
+    """A stream of a call that is refused has its status: nothing of it was sent."""
+    most = 2 * (len(encode("Hello.")) + 1)
+    limits = {"tokens": {"max_sampled_tokens": most}, "calls": {"max_calls": 2}}
+    async with restart(**limits[budget]) as harness:
+        asked = [harness.stream(user(f"Hi {number}")) for number in range(6)]
         replies = await asyncio.gather(*asked)
     assert sorted(status for status, _ in replies) == [200] * 2 + [404] * 4
-    assert sum(len(call["completion_ids"]) for call in harness.calls()) == 2 * one
+    assert sum(len(call["completion_ids"]) for call in harness.calls()) == most
     assert not any("cut" in event["detail"] for event in harness.events("budget"))
 
 

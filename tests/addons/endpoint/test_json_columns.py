@@ -13,7 +13,8 @@ from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.store.records import json_text
 from rolltap.addons.store.tables import read_rows
 from tests.addons.dialects.apis import APIS, every_api
-from tests.addons.harness import user
+from tests.addons.endpoint.asking import GEMINI, kinds
+from tests.addons.harness import PATH, user, with_result
 from tests.deep import cases, examples
 from tests.scripted_engine import Say
 
@@ -34,13 +35,10 @@ NUMBER = re.compile(r"(?<=: )\d[\d.]*")
 
 def strictly_parsed(run):
     """Return the values of all JSON columns of a run."""
-    found = [
-        row[name]
-        for table, names in COLUMNS.items()
-        for row in read_rows(run, table)
-        for name in names
-    ]
-    found += [event["detail"] for event in read_rows(run, "events") if event["kind"] == "stored"]
+    found = [event["detail"] for event in read_rows(run, "events") if event["kind"] == "stored"]
+    for table, names in COLUMNS.items():
+        for row in read_rows(run, table):
+            found += [row[name] for name in names]
     return [orjson.loads(text) for text in found if text is not None]
 
 
@@ -65,55 +63,47 @@ async def test_whatever_numbers_are_asked_each_column_can_be_parsed(harness, dat
     strictly_parsed(harness.run)
 
 
+async def is_continued(harness, restart, restarted, body, path=PATH):
+    """Assert that a second request continues the first call, and that all columns are JSON."""
+    if restarted:
+        async with restart() as other:
+            await other.send(body, path=path)
+    else:
+        await harness.send(body, path=path)
+    assert kinds(harness) == ["root", "bridged"]
+    assert strictly_parsed(harness.run)
+
+
 @pytest.mark.parametrize("number", cases(NUMBERS, 0, 3))
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_call_whose_arguments_held_one_is_continued(
     harness, restart, scripted_engine, number, restarted
 ):
-    arguments = f'{{"x": {number}}}'
-    say = f'<tool_call>\n{{"name": "move", "arguments": {arguments}}}\n</tool_call>'
-    scripted_engine.otherwise = lambda request: Say(say)
-    asked = {"model": "m", "tools": TOOLS}
-    status, first = await harness.ask(user(), **asked)
-    assert status == 200
+    call = f'{{"name": "move", "arguments": {{"x": {number}}}}}'
+    scripted_engine.otherwise = lambda request: Say(f"<tool_call>\n{call}\n</tool_call>")
+    _, first = await harness.ask(user(), tools=TOOLS)
     message = first["choices"][0]["message"]
     assert "move" in str(message)
-    answers = [
-        {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
-        for call in message.get("tool_calls", ())
-    ]
-    body = {**asked, "messages": [user(), message, *(answers or [user("Go on.")])]}
-    if restarted:
-        async with restart() as other:
-            await other.send(body)
-    else:
-        await harness.send(body)
-    assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
-    assert strictly_parsed(harness.run)
+    answer = [user("Go on.")]
+    if "tool_calls" in message:
+        _, *answer = with_result(first)
+    body = {"model": "m", "tools": TOOLS, "messages": [user(), message, *answer]}
+    await is_continued(harness, restart, restarted, body)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_arguments_of_as_many_levels_as_a_body_of_gemini_holds_are_recorded_and_continued(
     harness, restart, restarted
 ):
-    path = "/v1beta/models/m:generateContent"
     arguments = json.loads('{"a":' * 122 + "1" + "}" * 122)
     made = {"functionCall": {"id": "c1", "name": "move", "args": arguments}}
     answer = {"functionResponse": {"id": "c1", "name": "move", "response": {}}}
     contents = [{"role": "model", "parts": [made]}, {"role": "user", "parts": [answer]}]
-    status, text = await harness.send({"contents": contents}, path=path)
+    status, text = await harness.send({"contents": contents}, path=GEMINI)
     assert status == 200
-    contents += [
-        json.loads(text)["candidates"][0]["content"],
-        {"role": "user", "parts": [{"text": "Go on."}]},
-    ]
-    if restarted:
-        async with restart() as other:
-            await other.send({"contents": contents}, path=path)
-    else:
-        await harness.send({"contents": contents}, path=path)
-    assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
-    assert strictly_parsed(harness.run)
+    contents.append(json.loads(text)["candidates"][0]["content"])
+    contents.append({"role": "user", "parts": [{"text": "Go on."}]})
+    await is_continued(harness, restart, restarted, {"contents": contents}, GEMINI)
 
 
 @given(

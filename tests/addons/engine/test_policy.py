@@ -286,7 +286,7 @@ class TestPool:
         """Yield a harness of another endpoint of the same run, with both engines."""
         monkeypatch.setattr(pool, "FIRST_PAUSE_SECONDS", 0)
         async with recording(
-            rendering, harness.run, scripted_engine.url, second.url, patience=6000
+            rendering, harness.run, scripted_engine.url, second.url, patience=600
         ) as client:
             yield client
 

@@ -78,7 +78,6 @@ def test_a_folder_that_becomes_read_only_is_an_error_until_it_can_be_written_aga
 
 def test_metadata_keeps_the_notes_of_several_processes(tmp_path):
     noted = writers("metadata", tmp_path)
-    assert {entry["recorder"] for entry in noted["recorders"]} == {
-        f"{p}-{n}" for p in range(4) for n in range(10)
-    }
+    recorders = {entry["recorder"] for entry in noted["recorders"]}
+    assert recorders == {f"{number // 10}-{number % 10}" for number in range(40)}
     assert noted["engines"] == {f"http://{process}": {"version": 9} for process in range(4)}

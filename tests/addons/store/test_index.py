@@ -31,10 +31,12 @@ def files(run):
 
 
 def rows(index):
-    return {
-        s: [i for b in index.batches(s) for i in b["call_id"].to_pylist()]
-        for s in index.session_ids
-    }
+    found = {}
+    for session_id in index.session_ids:
+        found[session_id] = []
+        for batch in index.batches(session_id):
+            found[session_id] += batch["call_id"].to_pylist()
+    return found
 
 
 def test_a_file_that_is_compacted_while_the_index_is_open_has_the_same_rows(run, files):
@@ -124,7 +126,8 @@ class TestRefresh:
             assert len(read) == 1
 
     def test_skipped_segments_are_read_later(self, run):
-        mine, other = RunWriter(run), RunWriter(run)
+        mine = RunWriter(run)
+        other = RunWriter(run)
         for number, writer in enumerate([mine, other, mine]):
             writer.add_call(make_call(number, "a"))
         with SessionIndex(run, "calls", mine.owns) as index:
@@ -136,7 +139,8 @@ class TestRefresh:
         """The file has its final length before the commit can be read."""
         writer = RunWriter(run)
         writer.add_call(make_call(0, "a"))
-        path, end = run_files(run, "calls")[0], run_files(run, "calls")[0].stat().st_size
+        (path,) = run_files(run, "calls")
+        end = path.stat().st_size
         writer.add_call(make_call(1, "a"))
         contents = path.read_bytes()
         prefix = contents[end : end + 8]
@@ -152,9 +156,9 @@ class TestRefresh:
         writer = RunWriter(run)
         for number in range(2):
             writer.add_call(make_call(number, "a"))
-        path = run_files(run, "calls")[0]
+        (path,) = run_files(run, "calls")
         with SegmentReader(path) as reader:
-            (_, offset) = [offset for offset, _ in reader]
+            _, offset = [offset for offset, _ in reader]
         with path.open("r+b") as file:
             os.pwrite(file.fileno(), b"damage", offset + 8)
         with caplog.at_level(logging.WARNING), SessionIndex(run, "calls") as index:

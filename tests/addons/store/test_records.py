@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rolltap.addons.store.records import SENTINEL_LOGPROB, Call, VersionSpan, find_violation
+from rolltap.addons.store.records import SENTINEL_LOGPROB, VersionSpan, find_violation
 
 
 def spans(*places):
@@ -62,14 +62,3 @@ class TestFindViolation:
     )
     def test_so_are_tokens_that_nobody_asked_for(self, ids, bounds, words):
         assert find_violation(ids, [-0.5] * 2, spans((0, 2)), **bounds) == words
-
-
-class TestRows:
-    @pytest.mark.parametrize(
-        ("prefix", "stored"), [(0, [1, 2, 3, 4]), (3, [4])], ids=["root", "after its parent"]
-    )
-    def test_a_call_stores_only_the_suffix_after_its_parent(self, prefix, stored):
-        row = Call(
-            session_id="s", call_id="1", prompt_ids=[1, 2, 3, 4], prefix_length=prefix
-        ).to_row()
-        assert (row["prompt_length"], row["prompt_tail_ids"]) == (4, stored)

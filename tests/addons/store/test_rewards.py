@@ -27,9 +27,13 @@ def reward(value=1.0, **fields):
 def test_a_session_of_which_only_calls_are_known_gets_a_row(writer):
     session = give_reward(writer, "s", reward(0.5, task="sort", parts={"a": 1}))
     assert [session] == session_rows(writer.run, "s")
-    assert (session.status, session.reward, session.revision) == ("completed", 0.5, 0)
-    assert (session.task_id, session.group_id, session.policy_version) == ("sort", "sort", "3")
-    assert (session.parts, session.evidence) == ({"a": 1.0}, {"reward_from": "a test"})
+    assert session.status == "completed"
+    assert session.reward == 0.5
+    assert session.revision == 0
+    assert session.task_id == session.group_id == "sort"
+    assert session.policy_version == "3"
+    assert session.parts == {"a": 1.0}
+    assert session.evidence == {"reward_from": "a test"}
     assert session.started_at == session.finished_at == START
 
 

@@ -14,7 +14,8 @@ from tests.addons.harness import recording, user
 from tests.factories import make_call
 from tests.scripted_engine import Answer
 
-LAYERS, TOP_K = 3, 2
+LAYERS = 3
+TOP_K = 2
 
 
 def chosen(ids, dtype=np.uint8):
@@ -62,21 +63,15 @@ async def test_a_call_has_the_experts_from_the_last_token_of_its_parent_on(route
     parent, child = routed.calls()
     first, second = read_rows(routed.run, "routing")
     assert child["parent_id"] == parent["call_id"] == first["call_id"]
-    ids = [
-        *parent["prompt_tail_ids"],
-        *parent["completion_ids"],
-        *child["prompt_tail_ids"],
-        *child["completion_ids"],
-    ]
-    known = len(parent["prompt_tail_ids"] + parent["completion_ids"]) - 1
-    assert (first["first"], second["first"]) == (0, known)
+    known = parent["prompt_tail_ids"] + parent["completion_ids"]
+    ids = known + child["prompt_tail_ids"] + child["completion_ids"]
+    assert first["first"] == 0
+    assert second["first"] == len(known) - 1
     assert first["experts"] + second["experts"] == chosen(ids[:-1]).tobytes()
-    assert (second["layers"], second["top_k"], second["expert_bytes"], second["missing"]) == (
-        LAYERS,
-        TOP_K,
-        1,
-        None,
-    )
+    assert second["layers"] == LAYERS
+    assert second["top_k"] == TOP_K
+    assert second["expert_bytes"] == 1
+    assert second["missing"] is None
 
 
 @pytest.mark.parametrize(
@@ -93,22 +88,24 @@ async def test_a_call_without_experts_is_kept_and_says_why(
 ):
     scripted_engine.otherwise = lambda body: answers(body, experts)
     status, _ = await routed.ask(user())
-    [call], [routing] = routed.calls(), read_rows(routed.run, "routing")
-    assert (status, call["status"], call["violation"]) == (200, "completed", None)
+    (call,) = routed.calls()
+    (routing,) = read_rows(routed.run, "routing")
+    assert status == 200
+    assert call["status"] == "completed"
+    assert call["violation"] is None
     assert missing in routing["missing"]
     assert routing["experts"] == b""
 
 
 async def test_experts_that_cannot_be_written_cost_no_call(routed, monkeypatch):
-    def full(*_):
-        raise OSError("the disk is full")
-
     add_batch = routed.endpoint.writer.add_batch
-    monkeypatch.setattr(
-        routed.endpoint.writer,
-        "add_batch",
-        lambda name, row: full() if name == "routing" else add_batch(name, row),
-    )
+
+    def full(table, row):
+        if table == "routing":
+            raise OSError("the disk is full")
+        add_batch(table, row)
+
+    monkeypatch.setattr(routed.endpoint.writer, "add_batch", full)
     assert (await routed.ask(user()))[0] == 200
     assert [call["status"] for call in routed.calls()] == ["completed"]
 
@@ -122,8 +119,6 @@ async def test_without_the_option_the_engine_is_not_asked(harness, scripted_engi
 def test_more_than_256_experts_take_two_bytes():
     call = make_call(1, [5, 6], [7])
     routing = make_routing(call, encoded(chosen([5, 6], np.uint16) + 300))
-    assert (routing.expert_bytes, len(routing.experts)) == (2, 2 * 2 * LAYERS * TOP_K)
-    assert (
-        np.frombuffer(routing.experts, "<u2").tolist()
-        == (chosen([5, 6], np.uint16) + 300).ravel().tolist()
-    )
+    assert routing.expert_bytes == 2
+    experts = chosen([5, 6], np.uint16) + 300
+    assert routing.experts == experts.astype("<u2").tobytes()
