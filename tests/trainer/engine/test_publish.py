@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -262,11 +263,11 @@ class TestCheckpoints:
     def test_a_folder_without_room_for_two_checkpoints_is_refused_at_the_start(
         self, start, tmp_path, monkeypatch
     ):
-        usage = shutil.disk_usage(tmp_path)
         size = 2 * sum(weight.numel() for weight in tiny_model().parameters())  # in 16 bits
 
         def leave(free):
-            monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=free))
+            usage = SimpleNamespace(free=free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
 
         leave(2 * size)
         start("checkpoint").publish(tiny_model(), version(0), agreed)
