@@ -104,7 +104,8 @@ def examine(
 def require_alike_installations(
     own: Installation, asked: float, nodes: Mapping[str, Installation]
 ) -> None:
-    """Refuse nodes that differ from this machine. They were asked at the time `asked`.
+    """Refuse nodes that differ from this machine. They were asked at the time `asked`, and had
+    answered when `own` was read.
 
     Raises `InputError`.
     """

@@ -81,11 +81,11 @@ class FleetWorker(Worker):
                 "at that address, and weights are published to this machine's alone: give an "
                 "address that is the same on all nodes"
             )
-        own = Installation(*installation_reader()())
         asked = time.time()
         nodes = {}
         for name, read in cluster.call_on_all(installation_reader(), lambda _: ()).items():
             nodes[name] = Installation(*read)
+        own = Installation(*installation_reader()())  # its clock is that of the last answer
         require_alike_installations(own, asked, nodes)
         # a node may see these files on a shared disk
         files = (self.recorder.path.absolute(), *(path.absolute() for path in private))
