@@ -38,13 +38,6 @@ async def test_a_node_whose_worker_fails_is_not_used_and_tried_again_after_a_whi
     await fleet.close()
 
 
-async def test_a_fleet_without_a_node_raises_the_first_nodes_error(make_fleet):
-    fleet = make_fleet("a", "b")
-    LocalSetup.unfit += [MISSING, MISSING]
-    with pytest.raises(InputError, match="node a: 'codex' is not on the PATH"):
-        await fleet.open()
-
-
 async def test_a_node_of_another_tokenizer_is_not_used(run, make_fleet):
     write_run(run, tokenizer_sha256="other")
     with pytest.raises(RunError, match=r"node a: .* was recorded with another tokenizer"):

@@ -13,9 +13,8 @@ from tests.factories import make_call, make_session, write_run
 
 @pytest.fixture
 def node(tmp_path):
-    return write_run(
-        tmp_path / "node", recorders=[{"name": "a"}], engines={"http://e": {"model": "m"}}
-    )
+    engines = {"http://e": {"model": "m"}}
+    return write_run(tmp_path / "node", recorders=[{"name": "a"}], engines=engines)
 
 
 @pytest.fixture
@@ -27,7 +26,8 @@ class Sender:
     """Sends what is new of a node's run, each time as a further report."""
 
     def __init__(self, node, writer, part=""):
-        self.shard, self.writer = Shard(node, part), writer
+        self.shard = Shard(node, part)
+        self.writer = writer
         self.number = 0
 
     async def send(self, *told):
@@ -39,10 +39,8 @@ class Sender:
 
 
 def ids(run, table):
-    return sorted(
-        str(row["call_id"] if table == "calls" else row["session_id"])
-        for row in read_rows(run, table)
-    )
+    key = "call_id" if table == "calls" else "session_id"
+    return sorted(row[key] for row in read_rows(run, table))
 
 
 async def test_rows_are_sent_once_a_session_after_its_calls_and_compaction_sends_none_again(
@@ -83,14 +81,6 @@ async def test_nothing_new_is_no_package(node):
     assert Shard(node / "evaluation").package() is None  # no recorder has begun there
 
 
-async def test_evaluations_are_written_into_a_folder_of_their_own(node, run):
-    with RunWriter(node) as recorder:
-        recorder.add_session(make_session("held-0"))
-    await Sender(node, Writer(run), "evaluation").send("held-0")
-    assert ids(run / "evaluation", "sessions") == ["held-0"]
-    assert not (run / "run.json").exists()
-
-
 async def test_a_report_that_comes_again_is_written_once(node, run):
     writer = Writer(run)
     with RunWriter(node) as recorder:
@@ -112,12 +102,11 @@ async def test_a_lost_node_costs_the_sessions_that_ran_and_none_whose_row_had_co
         await sender.send("g-0")
         recorder.add_session(make_session("g-1"))
         await sender.send()  # its end is told by the next report, which never comes
-    running = ["g-1", "g-2", "g-3"]
-    lost = await writer.end_node("a", "node a is gone", running)
+    lost = await writer.end_node("a", "node a is gone", ["g-1", "g-2", "g-3"])
     assert [session.session_id for session in lost.ended] == ["g-1"]
-    assert [(each.session_id, each.status, each.error) for each in lost.running] == [
-        ("g-2", "infrastructure", "node a is gone")
-    ]
+    (running,) = lost.running
+    assert (running.session_id, running.status) == ("g-2", "infrastructure")
+    assert running.error == "node a is gone"
     assert ids(run, "sessions") == ["g-0", "g-1", "g-2"]
     assert (await writer.status())["error"] == "lost: node a is gone"
 
