@@ -115,8 +115,8 @@ reset_database drop_table rm removefile charge_card purchase shutdown execute_sq
 merge_pull_request tweet add add_user query fetch fetch_funds book_flight format_disk
 clear_history close_issue notify_customer set_price transferFunds deleteall reply_to_email status
 reset_view drop_list clear_search find_and_replace get_and_lock read_then_flush get_refund
-check_out timeTravel frobnicate mcp__view__reset mcp__read count_down wipe-list Wipe-List Get-
-wipe_all
+check_out timeTravel frobnicate mcp__view__reset mcp__read count_down wipe-list Wipe-List
+Get-wipe_all
 """
 
 
