@@ -51,26 +51,26 @@ def test_a_checkpoint_is_loaded_as_its_text_part_in_the_type_that_is_asked_for(c
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def described(model):
+    """Return the class and the parameters of a model, and whether its embeddings are tied."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = (parameter.shape, parameter.dtype)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.tie_word_embeddings == tied
+    return type(model), shapes, tied
+
+
 @pytest.mark.parametrize("name", EVERY)
-def test_the_model_without_weights_is_the_model_with_them(checkpoint, tmp_path, name):
+def test_the_model_without_weights_is_the_model_with_them_and_tied_as_the_checkpoint_says(
+    checkpoint, tmp_path, name
+):
     shutil.copy(checkpoint(name) / "config.json", tmp_path)
-    model, described = load_policy(checkpoint(name), "float32"), meta_policy(tmp_path, "float32")
-    assert type(described) is type(model)
-    assert {parameter.device.type for parameter in described.parameters()} == {"meta"}
-    assert shapes(described) == shapes(model)
-
-
-def shapes(model):
-    return {
-        name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()
-    }
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_embeddings_are_tied_as_the_checkpoint_says(checkpoint, name):
-    model = load_policy(checkpoint(name), "float32")
-    same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert same == (name in ("qwen3-tied", "qwen3-sharded", "qwen3.5-tied", "gemma3"))
+    model = described(load_policy(checkpoint(name), "float32"))
+    without = meta_policy(tmp_path, "float32")
+    assert {parameter.device.type for parameter in without.parameters()} == {"meta"}
+    assert described(without) == model
+    assert model[2] == (name in ("qwen3-tied", "qwen3-sharded", "qwen3.5-tied", "gemma3"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -80,15 +80,12 @@ def test_a_top_level_tie_counts_where_the_text_part_does_not_say(copied, tied):
     del config["text_config"]["tie_word_embeddings"]
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     for model in (load_policy(folder, "float32"), meta_policy(folder, "float32")):
-        assert model.config.tie_word_embeddings == tied
-        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+        assert described(model)[2] == tied
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
-def test_the_text_parts_own_word_counts_more_than_the_top_level(copied, name):
-    folder = copied(name)
-    if name == "qwen3.5":
-        change(folder / "config.json", tie_word_embeddings=True)
+def test_the_text_parts_own_word_counts_more_than_the_top_level(copied):
+    folder = copied("qwen3.5")
+    change(folder / "config.json", tie_word_embeddings=True)
     assert not load_policy(folder, "float32").config.tie_word_embeddings
 
 
@@ -104,48 +101,65 @@ def test_weights_that_the_checkpoint_lacks_are_an_error_and_not_random_numbers(c
         load_policy(file.parent, "float32")
 
 
-def cut_weights(folder):
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:10000])
+DAMAGED = {
+    "broken config": "config.json cannot be read",
+    "no config": "has no config.json",
+    "no folder": "has no config.json",
+    "no weights": "needs model.safetensors",
+    "cut weights": "weights in .* cannot be read",
+    "lost file": "weights in .* cannot be read",
+}
 
 
-def lost_file(folder):
-    index = {
-        "metadata": {},
-        "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").rename(folder / "other.safetensors")
+def damage(folder, kind):
+    config = folder / "config.json"
+    weights = folder / "model.safetensors"
+    if kind == "broken config":
+        config.write_text("{")
+    elif kind == "no config":
+        config.unlink()
+    elif kind == "no folder":
+        shutil.rmtree(folder)
+    elif kind == "no weights":
+        weights.unlink()
+    elif kind == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:10000])
+    else:
+        files = {"model.norm.weight": "model-00001-of-00001.safetensors"}
+        index = {"metadata": {}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        weights.rename(folder / "other.safetensors")
 
 
-def configured(**values):
-    return lambda folder: change(folder / "config.json", **values)
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
-        (configured(model_type="from_next_year"), "from_next_year"),
-        (
-            configured(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
-            "trust_remote_code",
-        ),
-        (configured(intermediate_size=96), "cannot be loaded"),
-        (configured(model_type="clip"), "cannot be loaded"),
-        (cut_weights, "weights in .* cannot be read"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "needs model.safetensors"),
-        (lost_file, "weights in .* cannot be read"),
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (shutil.rmtree, "has no config.json"),
-    ],
-)
-def test_a_folder_that_cannot_be_loaded_is_an_error_that_names_it(copied, damage, says):
-    folder = copied("qwen3")
-    damage(folder)
-    with pytest.raises(InputError, match=says) as error:
+def refused(folder, message):
+    with pytest.raises(InputError, match=message) as error:
         load_policy(folder, "float32")
     assert str(folder) in str(error.value)
     assert str(error.value).startswith("model: ")
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_folder_is_an_error_that_names_it(copied, kind):
+    folder = copied("qwen3")
+    damage(folder, kind)
+    refused(folder, DAMAGED[kind])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "from_next_year"}, "from_next_year"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "trust_remote_code"),
+        ({"model_type": "clip"}, "cannot be loaded"),
+        ({"intermediate_size": 96}, "cannot be loaded"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_an_error_that_names_the_folder(
+    copied, values, message
+):
+    folder = copied("qwen3")
+    change(folder / "config.json", **values)
+    refused(folder, message)
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype", "device_map"])
@@ -155,25 +169,19 @@ def test_arguments_that_are_decided_elsewhere_are_refused(checkpoint, name):
 
 
 def test_other_arguments_reach_the_model(checkpoint):
-    folder = checkpoint("qwen3.5")
-    init = {"attn_implementation": "eager", "trust_remote_code": True}
-    assert load_policy(folder, "float32", **init).config._attn_implementation == "eager"
-    assert meta_policy(folder, "float32", **init).config._attn_implementation == "eager"
-    assert (
-        load_policy(checkpoint("qwen3"), "float32", attention_dropout=0.5).config.attention_dropout
-        == 0.5
-    )
+    folder = checkpoint("qwen3")
+    dropped = {"attention_dropout": 0.5, "trust_remote_code": True}
+    for load in (load_policy, meta_policy):
+        assert load(folder, "float32", **dropped).config.attention_dropout == 0.5
+    eager = load_policy(checkpoint("qwen3.5"), "float32", attn_implementation="eager")
+    assert eager.config._attn_implementation == "eager"
 
 
 def test_the_tokenizer_of_a_vision_language_model_needs_no_image_library(checkpoint, monkeypatch):
     for module in ("torchvision", "PIL"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert (
-        load_tokenizer(checkpoint("qwen3.5")).decode(
-            load_tokenizer(checkpoint("gemma3"))("ls").input_ids
-        )
-        == "ls"
-    )
+    ids = load_tokenizer(checkpoint("gemma3"))("ls").input_ids
+    assert load_tokenizer(checkpoint("qwen3.5")).decode(ids) == "ls"
 
 
 def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(copied):
@@ -188,10 +196,9 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(copied):
 def test_a_text_only_model_has_no_frozen_modules(checkpoint, name):
     model = load_policy(checkpoint(name), "float32")
     assert frozen_modules(model) == []
-    assert all(
-        parameter.requires_grad and "visual" not in name
-        for name, parameter in model.named_parameters()
-    )
+    for key, parameter in model.named_parameters():
+        assert parameter.requires_grad
+        assert "visual" not in key
 
 
 def test_a_tower_that_must_be_loaded_is_frozen_and_gets_no_adapter(checkpoint):
