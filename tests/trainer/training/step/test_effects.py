@@ -115,15 +115,14 @@ ELSEWHERE = {
     "optim_args": "test_config",
     "report_to": "test_config",
     "routing": "test_replayed",
-    "run_name": "test_loop",
     "sharding": "test_processes",
     "teacher_share": "test_teacher",
     "trust_remote_code": "test_loading",
     "use_cpu": "test_devices",
 }
 """Field -> the module of the test that shows its effect or its refusal."""
-NEED_A_SERVICE = ["project", "trackio_space_id"]
-"""Fields that only trackio reads, where it keeps a dashboard: no test has one."""
+NEED_A_SERVICE = ["project", "run_name", "trackio_space_id"]
+"""Fields that only dashboards read: no test has one."""
 
 
 @pytest.fixture
