@@ -476,6 +476,14 @@ class TestTwoNodes:
         queue.add_node("b", ONE)
         assert begun(queue, 2.0) == {"g2~1": "b"}
 
+    def test_a_session_that_ran_on_a_lost_node_does_not_wait_again(self, queue):
+        queue.submit("g", ["g0"])
+        assert begun(queue) == {"g0": "a"}
+        queue.prepared("g0")
+        assert names(queue.advance(0.0), "run") == ["g0"]
+        queue.remove_node("a")
+        assert not queue.requeue("g0")
+
     def test_a_late_event_of_a_lost_node_gives_its_session_no_slot_of_the_next_one(self, queue):
         queue.submit("g", ["g0"])
         assert begun(queue) == {"g0": "a"}
