@@ -15,7 +15,7 @@ import zstandard
 from rolltap.addons.endpoint.body import SESSION_QUOTA
 from tests.deep import cases
 from tests.recorder_process import CHAT, HELLO
-from tests.security.raw import ask, call, credentials, plain, read, read_head
+from tests.security.raw import HEAD, ask, call, credentials, plain, read, read_head, request
 
 MEGABYTE = 1 << 20
 MOST_GROWTH = 100 * MEGABYTE
@@ -42,25 +42,18 @@ def bounded(peak):
 
 
 def resident(process, name):
-    (line,) = [
-        line for line in (process / "status").read_text().splitlines() if line.startswith(name)
-    ]
-    return int(line.split()[1]) * 1024
+    status = (process / "status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) * 1024
 
 
 bounded_memory = pytest.mark.usefixtures("bounded")
 
 
+EVIL = b"POST http://evil.example/x HTTP/1.1\r\nHost: evil.example\r\n"
 HEADS = {
-    "no credentials": (
-        b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n",
-        407,
-    ),
-    "not served": (
-        b"POST http://evil.example/x HTTP/1.1\r\nHost: evil.example\r\n" + credentials(),
-        404,
-    ),
-    "too long": (call().partition(b"Content-Length")[0], 413),
+    "no credentials": (HEAD, 407),
+    "not served": (EVIL + credentials(), 404),
+    "too long": (HEAD + credentials(), 413),
 }
 
 
@@ -69,14 +62,19 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_body_that_is_not_wanted_is_not_kept(recorder, news, kind, chunked):
     head, status = HEADS[kind]
-    size, piece = 300, b"x" * MEGABYTE
-    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (size * MEGABYTE)
+    piece = b"x" * MEGABYTE
+    length = b"Content-Length: %d" % (300 * MEGABYTE)
+    end = b""
+    if chunked:
+        length = b"Transfer-Encoding: chunked"
+        piece = b"%x\r\n%b\r\n" % (MEGABYTE, piece)
+        end = b"0\r\n\r\n"
     with plain(recorder) as connection:
         connection.sendall(head + length + b"\r\n\r\n")
         try:
-            for _ in range(size):
-                connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
-            connection.sendall(b"0\r\n\r\n" if chunked else b"")
+            for _ in range(300):
+                connection.sendall(piece)
+            connection.sendall(end)
         except ConnectionError:
             assert kind == "too long"  # the endpoint has answered, and does not read the rest
         reply = read_head(connection)
@@ -88,8 +86,7 @@ def test_a_body_that_is_not_wanted_is_not_kept(recorder, news, kind, chunked):
 
 @bounded_memory
 def test_a_small_body_that_becomes_large_is_refused_while_others_go_on(recorder, news):
-    bomb = zstandard.ZstdCompressor(level=3)
-    body = bomb.compress(bytes(1 << 30))
+    body = zstandard.ZstdCompressor(level=3).compress(bytes(1 << 30))
     assert len(body) < 100_000
     compressed = {"content": body, "headers": {"content-encoding": "zstd"}}
     with (
@@ -103,8 +100,9 @@ def test_a_small_body_that_becomes_large_is_refused_while_others_go_on(recorder,
             assert other.get("http://evil.example/").status_code == 404
             answered += 1
     assert answered > 5
-    assert [refused.status_code for refused in attack.result()] == [413] * 5
-    assert all("larger than" in refused.json()["error"]["message"] for refused in attack.result())
+    for refused in attack.result():
+        assert refused.status_code == 413
+        assert "larger than" in refused.json()["error"]["message"]
     assert len(news("rejected", "bomb")) == 5
 
 
@@ -113,16 +111,14 @@ def test_a_body_that_cannot_be_decompressed_is_refused_in_the_words_of_the_api(r
     with recorder.client("odd") as client:  # another session's bodies may still be there
         url = "https://api.anthropic.com/v1/messages"
         refused = client.post(url, content=b"not zstd", headers={"content-encoding": "zstd"})
-    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"
     assert len(news("rejected", "odd")) == 1
 
 
 @bounded_memory
 def test_what_waits_behind_a_request_is_bounded(recorder, news):
-    chunked = (
-        b"POST http://a.example/ HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding:"
-        b" chunked\r\n\r\n5;"
-    )
+    chunked = EVIL + b"Transfer-Encoding: chunked\r\n\r\n5;"
     for head in (b"GET http://a.example/", chunked):
         assert ask(recorder, head + b"x" * 70_000, read).startswith(b"HTTP/1.1 431")
     assert len(news("refused")) == 2
@@ -132,18 +128,13 @@ def test_what_waits_behind_a_request_is_bounded(recorder, news):
 def test_a_large_reply_of_an_allowed_host_passes_by(recorder):
     size = 300 * MEGABYTE
     with socket.create_server(("127.0.0.3", 0)) as server, plain(recorder) as connection:
-        port = server.getsockname()[1]
-        target = b"http://127.0.0.3:%d/ HTTP/1.1\r\nHost: 127.0.0.3\r\nConnection: close\r\n" % port
-        connection.sendall(b"GET " + target + credentials() + b"\r\n")
+        target = f"http://127.0.0.3:{server.getsockname()[1]}/"
+        connection.sendall(request(target, more=credentials()))
         upstream, _ = server.accept()
         with upstream:
             read_head(upstream)
-
-            pieces = [
-                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size,
-                *[bytes(MEGABYTE)] * 300,
-            ]
-            sender = threading.Thread(target=lambda: [upstream.sendall(piece) for piece in pieces])
+            reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)
+            sender = threading.Thread(target=upstream.sendall, args=[reply])
             sender.start()
             read_head(connection)
             received = 0
@@ -254,31 +245,28 @@ def test_a_long_model_name_is_refused_and_written_nowhere(recorder, news):
     with recorder.client("s3") as client:
         refused = client.post(CHAT, json={**HELLO, "model": "M" * MEGABYTE})
         assert refused.status_code == 400
-        path = "/v1beta/models/" + "m" * 60_000 + ":generateContent"
-        assert (
-            client.post(f"https://generativelanguage.googleapis.com{path}", json={}).status_code
-            == 400
-        )
+        host = "https://generativelanguage.googleapis.com"
+        url = f"{host}/v1beta/models/{'m' * 60_000}:generateContent"
+        assert client.post(url, json={}).status_code == 400
     assert len(news("rejected")) == 2
     assert all(len(event["path"]) < 600 for event in recorder.rows("events"))
 
 
 LONG = {
-    "words": [
-        {"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 180_000}
-    ],
-    "one word": [{"role": "user", "content": "abcdefghij" * 800_000}],
-    "characters of several code points": [
-        {"role": "user", "content": "a" + "\u0301\u0323" * 1_000_000}
-    ],
-    "special tokens": [{"role": "user", "content": "<|im_end|>" * 800_000}],
-    "messages": [{"role": "system", "content": ""}] * 200_000,
+    "words": "The quick brown fox jumps over the lazy dog. " * 180_000,
+    "one word": "abcdefghij" * 800_000,
+    "characters of several code points": "a" + "\u0301\u0323" * 1_000_000,
+    "special tokens": "<|im_end|>" * 800_000,
+    "messages": "",
 }
 
 
 @pytest.mark.parametrize("kind", cases(LONG, 0, 3, 4))
 def test_a_long_prompt_is_refused_while_other_sessions_are_answered(recorder, kind):
-    long = {"model": "m", "messages": LONG[kind]}
+    messages = [{"role": "user", "content": LONG[kind]}]
+    if kind == "messages":
+        messages *= 200_000
+    long = {"model": "m", "messages": messages}
     with (
         recorder.client("long") as attacker,
         recorder.client("s2") as other,

@@ -62,18 +62,18 @@ def hosts():
 
 @pytest.fixture
 def judged(hosts, tmp_path, tokenizer, tokenizer_folder):
-    urls = json.dumps({name: f"http://{own(server)}/" for name, server in hosts.items()})
+    urls = json.dumps({name: f"http://{server.name}/" for name, server in hosts.items()})
 
     async def judged(runtime, allow):
         """Run a session and its judge. Return the row, what the judge's program was answered, and
         the events."""
-        options = {"rolltap_allow": own(hosts["operator"])}
+        options = {"rolltap_allow": hosts["operator"].name}
         judge = {
             "kind": "command",
             "command": [sys.executable, "-c", ASK + SEE, urls],
             "allow": allow,
         }
-        task = Task(id="t", instruction="go", judge=judge, allow=[own(hosts["agent"])])
+        task = Task(id="t", instruction="go", judge=judge, allow=[hosts["agent"].name])
         script = f"{ONE_CALL}; {shlex.join([sys.executable, '-c', ASK + LEAVE, urls])}"
         run = tmp_path / "run"
         with ScriptedEngine(tokenizer) as engine:
@@ -91,15 +91,11 @@ def judged(hosts, tmp_path, tokenizer, tokenizer_folder):
     return judged
 
 
-def own(server):
-    return f"{server.host}:{server.port}"
-
-
 @sandboxed
 async def test_a_judge_in_a_box_reaches_its_hosts_and_the_agents_credentials_reach_none(
     judged, hosts, tmp_path
 ):
-    row, answers, events = await judged(SandboxRuntime(), [own(hosts["judge"])])
+    row, answers, events = await judged(SandboxRuntime(), [hosts["judge"].name])
     assert (row.status, row.reward) == ("completed", 1.0)
     assert answers == {"operator": [404, 404], "agent": [404, 404], "judge": [200, 404]}
     # twice: the judge was tried on the untouched start, too
@@ -122,6 +118,6 @@ async def test_a_judge_in_a_box_without_hosts_has_no_network_for_the_agents_cred
 
 
 async def test_a_judge_outside_of_a_box_has_its_hosts_by_its_variables(judged, hosts):
-    row, answers, _ = await judged(ProcessRuntime(), [own(hosts["judge"])])
+    row, answers, _ = await judged(ProcessRuntime(), [hosts["judge"].name])
     assert (row.status, row.reward) == ("completed", 1.0)
     assert answers == {"operator": [404, 404], "agent": [404, 404], "judge": [200, 404]}

@@ -8,11 +8,23 @@ import pytest
 from rolltap.addons.secret import password
 from rolltap.addons.store.session_options import SessionOptions
 from rolltap.trainer.boxes.environment import SESSION_END
-from tests.security.raw import call, listening, plain, read, read_head, recording
+from tests.security.raw import (
+    ask,
+    call,
+    credentials,
+    listening,
+    plain,
+    read,
+    read_head,
+    recording,
+    request,
+)
 
 SECRET = "the-secret-of-the-tests"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-AGENT, JUDGE, OTHER = "g-0", "g-0/judge", "g-1"
+AGENT = "g-0"
+JUDGE = "g-0/judge"
+OTHER = "g-1"
 
 
 @pytest.fixture(scope="module")
@@ -34,38 +46,26 @@ def recorder(tmp_path_factory, tokenizer, tokenizer_folder, hosts):
     secret = folder / "secret"
     secret.touch(0o600)
     secret.write_text(SECRET)
-    options = [f"rolltap_allow={own(hosts['operator'])}", f"rolltap_secret_file={secret}"]
+    options = [f"rolltap_allow={hosts['operator'].name}", f"rolltap_secret_file={secret}"]
     with recording(folder, tokenizer, tokenizer_folder, *options) as recorder:
-        SessionOptions(allow=(own(hosts["agent"]),)).write(recorder.run, AGENT)
-        SessionOptions(allow=(own(hosts["judge"]),), model_calls=False).write(recorder.run, JUDGE)
+        SessionOptions(allow=(hosts["agent"].name,)).write(recorder.run, AGENT)
+        SessionOptions(allow=(hosts["judge"].name,), model_calls=False).write(recorder.run, JUDGE)
         yield recorder
 
 
-def own(server):
-    return f"{server.host}:{server.port}"
+def proof(user, key=None):
+    """Return the credentials of a session, or those with a key of another."""
+    return credentials(user, key or password(SECRET, user))
 
 
-def credentials(user, key=None):
-    key = key or password(SECRET, user)
-    return b"Proxy-Authorization: Basic " + base64.b64encode(f"{user}:{key}".encode()) + b"\r\n"
-
-
-def status(recorder, server, user, more=b"", key=None):
-    """Return the status of a request to a server through the proxy."""
-    host = own(server)
-    head = f"GET http://{host}/ HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n".encode()
-    with plain(recorder) as connection:
-        connection.sendall(head + more + credentials(user, key) + b"\r\n")
-        return int(read_head(connection).split()[1])
-
-
-def reached(recorder, hosts, user, **how):
+def reached(recorder, hosts, user, more=b"", key=None):
     """Return the names of the servers that a session reaches. Each other one is refused, and sees
     no connection."""
     names = set()
     for name, server in hosts.items():
         before = len(server.connections)
-        answer = status(recorder, server, user, **how)
+        sent = request(f"http://{server.name}/", more=more + proof(user, key))
+        answer = int(ask(recorder, sent).split()[1])
         assert answer in (200, 404, 407)
         assert len(server.connections) - before == (answer == 200)
         if answer == 200:
@@ -113,13 +113,12 @@ def test_no_header_gives_a_session_the_hosts_of_another_phase(recorder, hosts, h
 def test_a_tunnel_of_one_phase_takes_no_credentials_of_another(recorder, hosts):
     """A tunnel is opened for any host, and each request in it is decided by the tunnel's
     session."""
-    host = own(hosts["judge"])
+    host = hosts["judge"].name
     before = len(hosts["judge"].connections)
     with plain(recorder) as connection:
-        connection.sendall(f"CONNECT {host} HTTP/1.1\r\n".encode() + credentials(AGENT) + b"\r\n")
+        connection.sendall(f"CONNECT {host} HTTP/1.1\r\n".encode() + proof(AGENT) + b"\r\n")
         assert read_head(connection).startswith(b"HTTP/1.1 200")
-        head = f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n".encode()
-        connection.sendall(head + credentials(JUDGE) + b"\r\n")
+        connection.sendall(request("/", host=host, more=proof(JUDGE)))
         assert read_head(connection).startswith(b"HTTP/1.1 404")
     assert len(hosts["judge"].connections) == before
 
@@ -127,38 +126,28 @@ def test_a_tunnel_of_one_phase_takes_no_credentials_of_another(recorder, hosts):
 def test_the_policy_answers_no_call_of_a_judge(recorder):
     """Its calls would be tokens of nobody's session."""
     for user, answer in ((JUDGE, b"HTTP/1.1 404"), (OTHER, b"HTTP/1.1 200")):
-        with plain(recorder) as connection:
-            sent = call(user=user)
-            connection.sendall(
-                sent.replace(_basic(user, "x"), _basic(user, password(SECRET, user)))
-            )
-            assert read_head(connection).startswith(answer)
+        sent = call(user=user).replace(credentials(user), proof(user))
+        assert ask(recorder, sent).startswith(answer)
     assert JUDGE not in {row["session_id"] for row in recorder.rows("calls")}
-
-
-def _basic(user, key):
-    return base64.b64encode(f"{user}:{key}".encode())
 
 
 def test_what_has_ended_reaches_nothing_by_any_of_its_credentials(recorder, hosts):
     """An agent can leave its credentials in its files, for its code that runs in the judge's
     box."""
-    SessionOptions(allow=(own(hosts["agent"]),)).write(recorder.run, "ended")
-    SessionOptions(allow=(own(hosts["judge"]),), model_calls=False).write(
-        recorder.run, "ended/judge"
-    )
+    SessionOptions(allow=(hosts["agent"].name,)).write(recorder.run, "ended")
+    judges = SessionOptions(allow=(hosts["judge"].name,), model_calls=False)
+    judges.write(recorder.run, "ended/judge")
     for user, name in (("ended", "agent"), ("ended/judge", "judge")):
         assert reached(recorder, hosts, user) == {name}
-        with plain(recorder) as connection:
-            head = f"POST {SESSION_END} HTTP/1.1\r\nHost: session.rolltap\r\nContent-Length: 0\r\n".encode()
-            connection.sendall(head + b"Connection: close\r\n" + credentials(user) + b"\r\n")
-            assert read(connection).startswith(b"HTTP/1.1 200")
+        more = b"Content-Length: 0\r\n" + proof(user)
+        end = request(SESSION_END, host="session.rolltap", more=more).replace(b"GET", b"POST")
+        assert ask(recorder, end, read).startswith(b"HTTP/1.1 200")
         assert reached(recorder, hosts, user) == set()
 
 
 def test_a_session_cannot_change_its_hosts_later(recorder, hosts):
     """They are read once. A program of the runtime `process` could write the file."""
-    SessionOptions(allow=(own(hosts["agent"]),)).write(recorder.run, "later")
+    SessionOptions(allow=(hosts["agent"].name,)).write(recorder.run, "later")
     assert reached(recorder, hosts, "later") == {"agent"}
-    SessionOptions(allow=("*:*", own(hosts["judge"]))).write(recorder.run, "later")
+    SessionOptions(allow=("*:*", hosts["judge"].name)).write(recorder.run, "later")
     assert reached(recorder, hosts, "later") == {"agent"}

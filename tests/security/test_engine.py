@@ -21,19 +21,21 @@ from tests.trainer.cli.program import run_rolltap
 from tests.trainer.engine.answering import AS_VLLM
 from tests.trainer.engine.test_serve import fake_vllm
 
-ROUTES = [
-    *(
-        ("POST", "/" + path)
-        for path in ("pause?mode=abort", "sleep", "collective_rpc", "update_weights", "tokenize")
-    ),
-    *(
-        ("POST", "/" + path)
-        for path in ("reset_prefix_cache", "v1/load_lora_adapter", "v1/unload_lora_adapter")
-    ),
-    *(("POST", "/" + path) for path in ("inference/v1/generate", "invocations")),
-    *(("GET", "/" + path) for path in ("server_info", "openapi.json", "metrics")),
-]
-TABLES = ("calls", "sessions", "events")
+ROUTES = """
+POST /pause?mode=abort
+POST /sleep
+POST /collective_rpc
+POST /update_weights
+POST /tokenize
+POST /reset_prefix_cache
+POST /v1/load_lora_adapter
+POST /v1/unload_lora_adapter
+POST /inference/v1/generate
+POST /invocations
+GET /server_info
+GET /openapi.json
+GET /metrics
+""".strip().splitlines()
 
 
 @pytest.fixture
@@ -64,7 +66,8 @@ def group(leader):
     found = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
-            found += [pid] * (os.getpgid(pid) == leader)
+            if os.getpgid(pid) == leader:
+                found.append(pid)
     return found
 
 
@@ -75,11 +78,11 @@ def test_an_agent_cannot_operate_vllm(engine, start):
     recorder = start("rolltap_allow=127.0.0.1:*")
     with recorder.client() as proxied, httpx.Client(trust_env=False, timeout=30) as direct:
         for client in (proxied, direct):
-            for method, path in ROUTES:
-                answer = client.request(
-                    method, engine.url + path, json={"token_ids": [1], "lora_name": "x"}
-                )
-                assert answer.status_code in (401, 403, 404, 503), (method, path)
+            for route in ROUTES:
+                method, path = route.split()
+                body = {"token_ids": [1], "lora_name": "x"}
+                answer = client.request(method, engine.url + path, json=body)
+                assert answer.status_code in (401, 403, 404, 503), route
                 assert "choices" not in answer.text
     assert engine.http.get("/is_paused").json() == {"is_paused": False}
 
@@ -93,83 +96,75 @@ def test_no_process_of_vllm_shows_the_key(engine):
 
 def test_the_engine_server_shows_the_key_to_no_process(tmp_path, key, key_file, monkeypatch):
     monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(key_file))
-    with EngineServer(
-        "m", vllm=fake_vllm(tmp_path, AS_VLLM), port=free_port(), log=tmp_path / "vllm.log"
-    ) as server:
+    log = tmp_path / "vllm.log"
+    vllm = fake_vllm(tmp_path, AS_VLLM)
+    with EngineServer("m", vllm=vllm, port=free_port(), log=log) as server:
         assert key.encode() not in seen_by_others(server._process.pid)
-    assert key not in (tmp_path / "vllm.log").read_text()
+    assert key not in log.read_text()
 
 
-class TestRecorder:
-    @pytest.fixture(params=cases(["environment", "option", "descriptor"]))
-    def recorder(self, request, start, key_file):
-        """Yield a recorder that got the key in one of the documented ways, and logs all that it
-        can."""
-        verbose = "termlog_verbosity=debug"
-        if request.param == "environment":
-            return start(verbose, env={"ROLLTAP_ENGINE_KEY_FILE": str(key_file)})
-        if request.param == "option":
-            return start(verbose, f"rolltap_engine_key_file={key_file}")
-        shell = ["sh", "-c", 'exec "$@" 7<"$0"', key_file]
-        return start(verbose, "rolltap_engine_key_file=/dev/fd/7", command=shell)
-
-    def test_the_key_is_used_and_is_nowhere_to_be_read(self, recorder, scripted_engine, key):
-        quotes = [
-            Answer(400, f"Bearer {key}"),
-            Answer(200, json.dumps({"error": {"message": key, "code": 400}})),
-        ]
-        scripted_engine.replies += [
-            Say("Hi."),
-            *quotes,
-            Answer(200, key),
-            Say("Ho.", break_after=1),
-        ]
-        scripted_engine.otherwise = lambda request: Say("Hi.")
-        with recorder.client() as client:
-            assert client.post(CHAT, json=HELLO).status_code == 200
-            answers = [
-                client.post(CHAT, json={**HELLO, "user": str(number)}) for number in range(4)
-            ]
-        assert key.encode() not in seen_by_others(recorder.process.pid)
-        assert recorder.stop() == 0
-        files = [path for path in recorder.run.rglob("*") if path.is_file()]
-        assert files
-        assert not [path for path in files if key.encode() in path.read_bytes()]
-        # the files of the tables may be compressed
-        assert key not in "".join(str(recorder.rows(table)) for table in TABLES)
-        assert key not in recorder.log() + "".join(answer.text for answer in answers)
+@pytest.mark.parametrize("by", cases(["environment", "option", "descriptor"]))
+def test_the_key_is_used_and_is_nowhere_to_be_read(start, scripted_engine, key, key_file, by):
+    """The recorder got the key in one of the documented ways, and logs all that it can."""
+    options = ["termlog_verbosity=debug"]
+    how = {}
+    if by == "environment":
+        how["env"] = {"ROLLTAP_ENGINE_KEY_FILE": str(key_file)}
+    elif by == "option":
+        options.append(f"rolltap_engine_key_file={key_file}")
+    else:
+        options.append("rolltap_engine_key_file=/dev/fd/7")
+        how["command"] = ["sh", "-c", 'exec "$@" 7<"$0"', key_file]
+    recorder = start(*options, **how)
+    scripted_engine.otherwise = lambda request: Say("Hi.")
+    scripted_engine.replies += [
+        Say("Hi."),
+        Answer(400, f"Bearer {key}"),
+        Answer(200, json.dumps({"error": {"message": key, "code": 400}})),
+        Answer(200, key),
+        Say("Ho.", break_after=1),
+    ]
+    said = ""
+    with recorder.client() as client:
+        assert client.post(CHAT, json=HELLO).status_code == 200
+        for number in range(4):
+            said += client.post(CHAT, json={**HELLO, "user": str(number)}).text
+    assert key.encode() not in seen_by_others(recorder.process.pid)
+    assert recorder.stop() == 0
+    files = [path for path in recorder.run.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if key.encode() in path.read_bytes()]
+    for table in ("calls", "sessions", "events"):  # their files may be compressed
+        said += str(recorder.rows(table))
+    assert key not in recorder.log() + said
 
 
+COMPRESSED = gzip.compress(bytes(100 << 20), 1)
 BOMBS = {
     "an event": Answer(200, json.dumps({"error": {"message": "x" * (40 << 20), "code": 400}})),
     "lines": Answer(200, b":\n" * (20 << 20)),
     "a refusal": Answer(500, "x" * (40 << 20)),
-    "a compressed stream": Answer(
-        200, gzip.compress(bytes(100 << 20), 1), {"content-encoding": "gzip"}
-    ),
-    "a compressed refusal": Answer(
-        400, gzip.compress(bytes(100 << 20), 1), {"content-encoding": "gzip"}
-    ),
+    "a compressed stream": Answer(200, COMPRESSED, {"content-encoding": "gzip"}),
+    "a compressed refusal": Answer(400, COMPRESSED, {"content-encoding": "gzip"}),
 }
 
 
-@pytest.mark.parametrize("bomb", cases(BOMBS.values(), 0, 3), ids=cases(BOMBS, 0, 3))
+@pytest.mark.parametrize("bomb", cases(BOMBS, 0, 3))
 def test_what_an_engine_sends_one_session_costs_that_call(start, scripted_engine, key_file, bomb):
     recorder = start("rolltap_patience=0", env={"ROLLTAP_ENGINE_KEY_FILE": str(key_file)})
     scripted_engine.otherwise = lambda request: Say("Hi.")
-    scripted_engine.replies.append(bomb)
-    before = psutil.Process(recorder.process.pid).memory_info().rss
+    scripted_engine.replies.append(BOMBS[bomb])
+    memory = psutil.Process(recorder.process.pid).memory_info
+    before = memory().rss
     with recorder.client() as bombed, recorder.client("s2") as other:
-        with suppress(
-            httpx.RemoteProtocolError
-        ):  # a reply that has begun, because the engine was slow, is cut off
+        # a reply that has begun, because the engine was slow, is cut off
+        with suppress(httpx.RemoteProtocolError):
             assert bombed.post(CHAT, json=HELLO).status_code in (502, 400)
         assert other.post(CHAT, json=HELLO).status_code == 200
-        assert psutil.Process(recorder.process.pid).memory_info().rss - before < 32 << 20
+        assert memory().rss - before < 32 << 20
     recorder.stop()
-    assert [
-        event["session_id"] for event in recorder.rows("events") if event["kind"] == "fault"
-    ] == ["s1"]
+    faults = [event for event in recorder.rows("events") if event["kind"] == "fault"]
+    assert [event["session_id"] for event in faults] == ["s1"]
 
 
 def test_a_refused_key_is_an_error_that_does_not_show_it(start, scripted_engine, tmp_path):
@@ -193,14 +188,8 @@ def test_the_recorded_program_does_not_learn_where_the_key_is(
     scripted_engine, tokenizer_folder, tmp_path, key_file
 ):
     show = "import os; print([name for name, value in os.environ.items() if 'engine.key' in value])"
-    options = (
-        "--out",
-        tmp_path / "run",
-        "--engine",
-        scripted_engine.url,
-        "--model",
-        tokenizer_folder,
-    )
+    engine = ["--engine", scripted_engine.url, "--model", tokenizer_folder]
+    program = ["--", sys.executable, "-c", show]
     env = {**os.environ, "ROLLTAP_ENGINE_KEY_FILE": str(key_file)}
-    ended = run_rolltap("record", *options, "--", sys.executable, "-c", show, env=env)
+    ended = run_rolltap("record", "--out", tmp_path / "run", *engine, *program, env=env)
     assert ended.stdout == "[]\n"

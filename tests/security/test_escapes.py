@@ -3,6 +3,7 @@
 Whoever may send a task to a service writes all of these texts.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -16,8 +17,10 @@ from rolltap.trainer.boxes.runtime import Mount
 from rolltap.trainer.boxes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.preparation import Starts
+from rolltap.trainer.tasks.harbor import load_harbor
 from rolltap.trainer.tasks.task import Task
-from tests.boxes import make_spec, require_podman, sandboxed, spec_in
+from tests.boxes import ENV, make_spec, require_podman, sandboxed, sh, spec_in
+from tests.trainer.judges.sessions import command, write
 from tests.trainer.tasks.checkouts import commit, git
 
 OUT_OF_A_BOX = {
@@ -37,56 +40,52 @@ OUT_OF_A_BOX = {
     "rolltap's scripts": "/.rolltap/scripts",
     "the recorder's certificate": "/etc/rolltap",
 }
-JUDGED = {"kind": "command", "command": ["true"]}
 FIELDS = {
-    "workdir": lambda path: {"workdir": path, "evaluate": ["true"]},
-    "judge.writable": lambda path: {"judge": {**JUDGED, "writable": [path]}},
-    "judge.reward_files": lambda path: {"judge": {**JUDGED, "reward_files": [path]}},
-    "judge.mounts": lambda path: {"judge": {**JUDGED, "mounts": {path: "/usr"}}},
+    "workdir": {"workdir": "PATH", "evaluate": ["true"]},
+    "judge.writable": {"judge": command("true", writable=["PATH"])},
+    "judge.reward_files": {"judge": command("true", reward_files=["PATH"])},
+    "judge.mounts": {"judge": command("true", mounts={"PATH": "/usr"})},
 }
 
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("name", OUT_OF_A_BOX)
 def test_a_path_that_is_none_of_the_boxs_own_is_refused_by_name(field, name):
+    path = json.dumps(OUT_OF_A_BOX[name])
+    fields = json.loads(json.dumps(FIELDS[field]).replace('"PATH"', path))
     with pytest.raises(InputError, match=re.escape(field)):
-        Task(id="t", instruction="go", **FIELDS[field](OUT_OF_A_BOX[name]))
+        Task(id="t", instruction="go", **fields)
 
 
 def test_a_path_is_kept_in_its_shortest_form():
-    judge = {**JUDGED, "writable": ["/logs//verifier/"], "reward_files": ["/logs/./reward.txt"]}
+    judge = command("true", writable=["/logs//verifier/"], reward_files=["/logs/./reward.txt"])
     task = Task(id="t", instruction="go", workdir="/app/", judge=judge)
-    assert (task.workdir, task.judge.writable, task.judge.reward_files) == (
-        "/app",
-        ["/logs/verifier"],
-        ["/logs/reward.txt"],
-    )
+    assert task.workdir == "/app"
+    assert task.judge.writable == ["/logs/verifier"]
+    assert task.judge.reward_files == ["/logs/reward.txt"]
 
 
 def test_a_harbor_folder_cannot_name_such_a_path_either(tmp_path):
-    from rolltap.trainer.tasks.harbor import load_harbor
-
-    (tmp_path / "t" / "environment").mkdir(parents=True)
-    (tmp_path / "t" / "tests").mkdir()
-    (tmp_path / "t" / "tests" / "test.sh").write_text("true\n")
-    (tmp_path / "t" / "instruction.md").write_text("go\n")
-    (tmp_path / "t" / "environment" / "Dockerfile").write_text("FROM debian\n")
-    (tmp_path / "t" / "task.toml").write_text('[environment]\nworkdir = "/../oldroot/tmp/x"\n')
+    files = {
+        "tests/test.sh": "true\n",
+        "instruction.md": "go\n",
+        "environment/Dockerfile": "FROM debian\n",
+        "task.toml": '[environment]\nworkdir = "/../oldroot/tmp/x"\n',
+    }
+    write(tmp_path, files)
     with pytest.raises(InputError, match="workdir"):
-        load_harbor(tmp_path / "t")
+        load_harbor(tmp_path)
 
 
-async def look(runtime, folder, command, **fields):
-    env = fields.pop("env", {"PATH": "/usr/bin:/bin"})
+async def look(runtime, folder, words, *, env=ENV, **fields):
     async with runtime.box(spec_in(folder, **fields)) as box:
-        await box.run(command, env=env, timeout=60, log=folder / "log")
+        await box.run(words, env=env, timeout=60, log=folder / "log")
     return (folder / "log").read_text()
 
 
 @sandboxed
 @pytest.mark.parametrize("where", ["workspace", "home"])
 async def test_a_link_that_an_agent_made_on_the_way_of_a_mount_leads_nowhere(tmp_path, where):
-    made = tmp_path / "planted"
     source = tmp_path / "source"
     source.mkdir()
     spec_in(tmp_path)
@@ -95,7 +94,7 @@ async def test_a_link_that_an_agent_made_on_the_way_of_a_mount_leads_nowhere(tmp
     mounts = [Mount(source, f"{top}/link/planted", writable=True)]
     with pytest.raises(OSError, match=f"{top}/link is a link"):
         await look(SandboxRuntime(), tmp_path, ["true"], mounts=mounts)
-    assert not made.exists()
+    assert not (tmp_path / "planted").exists()
 
 
 async def test_such_a_link_leads_to_nothing_of_the_machine_in_a_container(tmp_path):
@@ -106,10 +105,7 @@ async def test_such_a_link_leads_to_nothing_of_the_machine_in_a_container(tmp_pa
     (spec.workspace / "link").symlink_to(tmp_path)
     with suppress(OSError):
         async with ContainerRuntime().box(spec) as box:
-            env = {"PATH": "/usr/bin:/bin"}
-            await box.run(
-                ["touch", "/workspace/link/planted/x"], env=env, timeout=60, log=tmp_path / "log"
-            )
+            await sh(box, "touch /workspace/link/planted/x", tmp_path / "log")
     assert not (tmp_path / "planted").exists()
 
 
@@ -119,10 +115,11 @@ async def test_a_variable_cannot_carry_an_option_of_the_sandbox(tmp_path, by):
     secret = tmp_path / "secret"
     secret.write_text("canary")
     text = f"x\0--ro-bind\0{secret}\0/run/seen"
-    env = {"PATH": "/usr/bin:/bin"} | ({"A": text} if by == "value" else {f"A\0{text}": "x"})
+    carried = {"A": text} if by == "value" else {f"A\0{text}": "x"}
     with pytest.raises(OSError, match="NUL"):
-        await look(SandboxRuntime(), tmp_path, ["cat", "/run/seen"], env=env)
-    assert not (tmp_path / "log").exists() or "canary" not in (tmp_path / "log").read_text()
+        await look(SandboxRuntime(), tmp_path, ["cat", "/run/seen"], env={**ENV, **carried})
+    log = tmp_path / "log"
+    assert not log.exists() or "canary" not in log.read_text()
 
 
 @pytest.fixture
@@ -130,30 +127,22 @@ def private(tmp_path):
     """Return the program of an environment that belongs to nobody's session, with a private file in
     it."""
     folder = tmp_path / "private"
-    (folder / "bin").mkdir(parents=True)
-    (folder / "lib" / "python3").mkdir(parents=True)
-    (folder / "lib" / "python3" / "secret").write_text("canary")
-    (folder / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    reads = "#!/bin/sh\nexec cat $(dirname $0)/../lib/python3/secret\n"
+    write(folder, {"pyvenv.cfg": "home = /usr/bin\n", "lib/python3/secret": "canary"})
+    write(folder, {"bin/tool": reads})
     program = folder / "bin" / "tool"
-    program.write_text("#!/bin/sh\nexec cat $(dirname $0)/../lib/python3/secret\n")
     program.chmod(0o755)
     return program
 
 
 @sandboxed
-@pytest.mark.parametrize(
-    "command", [["tool"], ["sh", "-c", 'exec "$@"', "sh", "tool"], ["{tool}"], ["./{tool}"]]
-)
-async def test_a_task_does_not_show_a_folder_by_its_path_or_its_command(tmp_path, private, command):
-    words = [
-        word.replace("./{tool}", os.path.relpath(private)).replace("{tool}", str(private))
-        for word in command
-    ]
+@pytest.mark.parametrize("words", ["tool", "sh -c $0 tool", "{tool}", "./{relative}"])
+async def test_a_task_does_not_show_a_folder_by_its_path_or_its_command(tmp_path, private, words):
+    words = words.format(tool=private, relative=os.path.relpath(private)).split()
     env = {"PATH": f"{private.parent}:/usr/bin:/bin"}
-    try:
+    said = ""
+    with suppress(FileNotFoundError):
         said = await look(SandboxRuntime(), tmp_path, words, env=env)
-    except FileNotFoundError:
-        said = ""
     assert "canary" not in said
 
 
@@ -197,60 +186,44 @@ class OfFolder:
         return ""
 
 
-def as_file(image, repository):
-    (image / ".git").write_text(f"gitdir: {repository}\n")
+ENDS_AT = """
+git init --quiet --initial-branch=main
+git --git-dir=$REPOSITORY rev-parse main > .git/refs/heads/main
+"""
+BORROWED = {
+    "as a file": "echo gitdir: $REPOSITORY > .git",
+    "as a link": "ln -s $REPOSITORY .git",
+    "by a common folder": """
+mkdir .git
+echo ref: refs/heads/main > .git/HEAD
+echo $REPOSITORY > .git/commondir
+""",
+    "by alternates": f"{ENDS_AT} echo $REPOSITORY/objects > .git/objects/info/alternates",
+    "by linked objects": f"{ENDS_AT} rm -r .git/objects; ln -s $REPOSITORY/objects .git/objects",
+    "by a linked pack": f"""{ENDS_AT}
+git --git-dir=$REPOSITORY repack -adq
+ln -s $REPOSITORY/objects/pack/* .git/objects/pack
+""",
+}
 
 
-def as_link(image, repository):
-    (image / ".git").symlink_to(repository)
-
-
-def by_common_folder(image, repository):
-    (image / ".git").mkdir()
-    (image / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
-    (image / ".git" / "commondir").write_text(f"{repository}\n")
-
-
-def a_repository_that_ends_at(image, repository):
-    git(image, "init", "--quiet", "--initial-branch=main")
-    commit(image, "a", "a")
-    (image / ".git" / "refs" / "heads" / "main").write_text(
-        git(repository, "rev-parse", "main") + "\n"
-    )
-
-
-def by_alternates(image, repository):
-    a_repository_that_ends_at(image, repository)
-    (image / ".git" / "objects" / "info" / "alternates").write_text(f"{repository}/objects\n")
-
-
-def by_linked_objects(image, repository):
-    a_repository_that_ends_at(image, repository)
-    subprocess.run(["rm", "-r", image / ".git" / "objects"], check=True)
-    (image / ".git" / "objects").symlink_to(repository / "objects")
-
-
-def by_a_linked_pack(image, repository):
-    a_repository_that_ends_at(image, repository)
-    git(repository, "repack", "-adq")
-    for file in (repository / "objects" / "pack").iterdir():
-        (image / ".git" / "objects" / "pack" / file.name).symlink_to(file)
-
-
-BORROWED = [as_file, as_link, by_common_folder, by_alternates, by_linked_objects, by_a_linked_pack]
-
-
-@pytest.mark.parametrize("borrow", BORROWED)
-async def test_the_checkout_of_an_image_has_no_history_of_a_repository_of_this_machine(
-    tmp_path, borrow
-):
+@pytest.fixture(params=BORROWED)
+def image(request, tmp_path):
+    """Return the folder of an image whose history is that of a repository of this machine."""
     own = tmp_path / "own"
+    image = tmp_path / "image"
     own.mkdir()
+    image.mkdir()
     git(own, "init", "--quiet", "--initial-branch=main")
     commit(own, "secret", "canary")
-    image = tmp_path / "image"
-    image.mkdir()
-    borrow(image, own / ".git")
+    env = {**os.environ, "REPOSITORY": str(own / ".git")}
+    subprocess.run(["sh", "-ec", BORROWED[request.param]], cwd=image, env=env, check=True)
+    return image
+
+
+async def test_the_checkout_of_an_image_has_no_history_of_a_repository_of_this_machine(
+    tmp_path, image
+):
     task = Task(id="t", instruction="go", image="any", evaluate=["true"])
     with pytest.raises(InputError, match=r"task 't': .*outside of the image"):
         await Starts(tmp_path / "starts", OfFolder(image)).of(task)

@@ -66,61 +66,56 @@ def recorder(tmp_path_factory, tokenizer, tokenizer_folder, outside):
     assert len(endpoint) <= 2  # the endpoint; the proxy's own address, if it is looked up to listen
 
 
+HOSTS = """127.0.0.3
+127.0.0.4
+evil.example
+[::1]
+[::ffff:127.0.0.4]
+127.0.0.3.
+é
+127.0.0.4#127.0.0.3
+127.0.0.3@127.0.0.4
+2130706436
+0x7f.0.0.4
+
+*
+\x00
+a b""".splitlines()
+PORTS = [":0", ":53", ":443", ":65536", ":-1", ":٣"]
+
+
 def targets(port):
     """Return texts that name a host and a port."""
-    hosts = [
-        "127.0.0.3",
-        "127.0.0.4",
-        "evil.example",
-        "[::1]",
-        "[::ffff:127.0.0.4]",
-        "127.0.0.3.",
-        "x" * 70,
-        "é",
-    ]
-    hosts += [
-        "127.0.0.4#127.0.0.3",
-        "127.0.0.3@127.0.0.4",
-        "2130706436",
-        "0x7f.0.0.4",
-        "",
-        "*",
-        "\x00",
-        "a b",
-    ]
-    ports = [f":{port}", ":53", ":443", "", ":0", ":65536", ":-1", ":٣", f":{port}:{port}"]
-    return st.builds(
-        lambda host, end: (host + end).encode(), st.sampled_from(hosts), st.sampled_from(ports)
-    )
+    hosts = st.sampled_from([*HOSTS, "x" * 70])
+    ends = st.sampled_from([*PORTS, "", f":{port}", f":{port}:{port}"])
+    return st.builds(lambda host, end: (host + end).encode(), hosts, ends)
 
 
-LINES = [
-    b"Transfer-Encoding: chunked",
-    b"Transfer-Encoding: gzip, chunked",
-    b"Transfer-Encoding: \xff",
-    b"Content-Length: 5",
-    b"Content-Length: -1",
-    b"Content-Length: 99999999999999999999",
-    b"Content-Length: 5, 5",
-    b"Content-Encoding: zstd",
-    b"Expect: 100-continue",
-    b"Connection: close",
-    b"Connection: upgrade",
-    b"Upgrade: h2c",
-    b"Upgrade: websocket",
-    b"Sec-WebSocket-Version: 13",
-    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-    b"Sec-WebSocket-Extensions: permessage-deflate",
-    b"HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
-    b"Trailer: x",
-    b"x-rolltap-route: end",
-    b"Cookie: \x1b[2J",
-    b"A: \xff\x00\xfe",
-    b" folded",
-    b"No colon",
-    b": no name",
-    b"Sp ace: x",
-]
+LINES = b"""Transfer-Encoding: chunked
+Transfer-Encoding: gzip, chunked
+Transfer-Encoding: \xff
+Content-Length: 5
+Content-Length: -1
+Content-Length: 99999999999999999999
+Content-Length: 5, 5
+Content-Encoding: zstd
+Expect: 100-continue
+Connection: close
+Connection: upgrade
+Upgrade: h2c
+Upgrade: websocket
+Sec-WebSocket-Version: 13
+Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==
+Sec-WebSocket-Extensions: permessage-deflate
+HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA
+Trailer: x
+x-rolltap-route: end
+Cookie: \x1b[2J
+A: \xff\x00\xfe
+ folded
+No colon
+: no name
+Sp ace: x""".split(b"\n")
 BODIES = [
     b"hello",
     b"5\r\nhello\r\n0\r\n\r\n",
@@ -137,32 +132,28 @@ BODIES = [
 ]
 
 
+METHODS = [b"GET", b"POST", b"CONNECT", b"connect", b"HEAD", b"OPTIONS", b"G\xff", b"", b"PRI"]
+PATHS = [b"/", b"/v1/chat/completions", b"/v1/responses", b"/\xff?\x1b", b"*", b"//", b"/../"]
+VERSIONS = [b"HTTP/1.1"] * 4 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"", b"http/1.1"]
+
+
 @st.composite
 def heads(draw, port):
     """Return a request up to its body."""
-    methods = [b"GET", b"POST", b"CONNECT", b"connect", b"HEAD", b"OPTIONS", b"G\xff", b"", b"PRI"]
-    method = draw(st.sampled_from(methods))
-    target = draw(targets(port))
-    path = draw(
-        st.sampled_from(
-            [b"/", b"/v1/chat/completions", b"/v1/responses", b"/\xff?\x1b", b"*", b"//", b"/../"]
-        )
-    )
-    form = draw(
-        st.sampled_from(
-            [b"%b", b"http://%b" + path, b"https://%b" + path, b"ftp://%b/", path + b"%.0b"]
-        )
-    )
-    version = draw(
-        st.sampled_from(
-            [b"HTTP/1.1"] * 4 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b"", b"http/1.1"]
-        )
-    )
-    lines = [b"%b %b %b" % (method, form % target, version), b"Host: " + draw(targets(port))]
+
+    def one_of(*choices):
+        return draw(st.sampled_from(choices))
+
+    path = one_of(*PATHS)
+    form = one_of(b"%b", b"http://%b" + path, b"https://%b" + path, b"ftp://%b/", path + b"%.0b")
+    target = form % draw(targets(port))
+    lines = [b"%b %b %b" % (one_of(*METHODS), target, one_of(*VERSIONS))]
+    lines.append(b"Host: " + draw(targets(port)))
     lines += draw(st.lists(st.sampled_from(LINES), max_size=4))
     if draw(st.booleans()):
         lines.append(credentials().strip())
-    return draw(st.sampled_from([b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r"])).join([*lines, b"", b""])
+    end = one_of(b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r")
+    return end.join([*lines, b"", b""])
 
 
 def conversations(port):

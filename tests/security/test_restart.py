@@ -30,10 +30,9 @@ def user(text="Hello"):
 def go_on(messages, reply):
     """Return the conversation with the reply and an answer to it."""
     message = reply["choices"][0]["message"]
-    calls = message.get("tool_calls") or []
-    answers = [
-        {"role": "tool", "tool_call_id": call["id"], "content": "Nothing."} for call in calls
-    ]
+    answers = []
+    for call in message.get("tool_calls") or []:
+        answers.append({"role": "tool", "tool_call_id": call["id"], "content": "Nothing."})
     return [*messages, message, *(answers or [user("Go on")])]
 
 
@@ -42,7 +41,8 @@ class Killed:
     `LOOK` by default."""
 
     def __init__(self, start, engine):
-        self._start, self.engine = start, engine
+        self._start = start
+        self.engine = engine
         engine.otherwise = lambda _: Say(LOOK)
         self.recorder = start()
 
@@ -53,18 +53,20 @@ class Killed:
         self.recorder = self._start()
 
     def post(self, session, messages, headers=None, **fields):
+        body = {"model": "m", "messages": messages, "tools": [TOOL], **fields}
         with self.recorder.client(session) as client:
-            return client.post(
-                CHAT,
-                json={"model": "m", "messages": messages, "tools": [TOOL], **fields},
-                headers=headers,
-            )
+            return client.post(CHAT, json=body, headers=headers)
 
     def ask(self, session, messages, headers=None, **fields):
         """Return the reply's body without its time."""
         response = self.post(session, messages, headers, **fields)
         assert response.status_code == 200, response.text
-        return {name: value for name, value in response.json().items() if name != "created"}
+        reply = response.json()
+        del reply["created"]
+        return reply
+
+    def says(self, session, messages):
+        return self.ask(session, messages)["choices"][0]["message"]["content"]
 
     def calls(self, session):
         calls = [call for call in self.recorder.rows("calls") if call["session_id"] == session]
@@ -73,17 +75,19 @@ class Killed:
     def kinds(self, session):
         return [call["kind"] for call in self.calls(session)]
 
-    def prompt(self, call):
-        """Return the whole prompt of a recorded call."""
-        before = [
-            each for each in self.calls(call["session_id"]) if each["call_id"] == call["parent_id"]
-        ]
-        known = [
-            token
-            for parent in before
-            for token in (*self.prompt(parent), *parent["completion_ids"])
-        ]
-        return known + call["prompt_tail_ids"]
+    def prompts(self, session):
+        """Return the whole prompt of each recorded call."""
+        whole = {None: []}
+        prompts = []
+        for call in self.calls(session):
+            prompt = whole[call["parent_id"]] + call["prompt_tail_ids"]
+            whole[call["call_id"]] = prompt + call["completion_ids"]
+            prompts.append(prompt)
+        return prompts
+
+    def files(self):
+        run = self.recorder.run
+        return [*run_files(run, "calls"), *run_files(run, "events")]
 
 
 @pytest.fixture
@@ -92,14 +96,15 @@ def killed(start, scripted_engine):
 
 
 def a_session_goes_on_token_for_token(killed):
-    messages, sent = [user()], []
+    messages = [user()]
+    sent = []
     for number in range(4):
         killed.engine.replies.append(Say("<think>\nI look.\n</think>\n\n" + LOOK))
         messages = go_on(messages, killed.ask("s1", messages))
         sent.append(killed.engine.requests[-1]["token_ids"])
         assert killed.kinds("s1") == ["root"] + ["bridged"] * number
         yield
-    assert sent == [killed.prompt(call) for call in killed.calls("s1")]
+    assert sent == killed.prompts("s1")
 
 
 def a_session_whose_call_was_running_goes_on_from_its_last_committed_call(killed):
@@ -111,10 +116,10 @@ def a_session_whose_call_was_running_goes_on_from_its_last_committed_call(killed
         client.stream("POST", CHAT, json=body) as response,
     ):
         next(response.iter_lines())
-        assert killed.engine.holding.wait(30)
+        assert killed.engine.holding.wait(120)
         yield
     killed.engine.replies.append(Say("Three."))
-    assert killed.ask("running", messages)["choices"][0]["message"]["content"] == "Three."
+    assert killed.says("running", messages) == "Three."
     assert killed.kinds("running") == ["root", "bridged"]
 
 
@@ -131,10 +136,8 @@ def a_session_with_a_similar_name_gets_nothing_of_it(killed):
     for name in ("t", "t11", "T1", "t1-", "t1.", "%25"):
         assert killed.ask(name, [user()], RETRY)["id"] != mine["id"]
         killed.ask(name, go_on([user()], mine))
-        assert [call["parent_id"] for call in killed.calls(name.replace("%25", "%"))] == [
-            None,
-            None,
-        ]
+        calls = killed.calls(name.replace("%25", "%"))
+        assert [call["parent_id"] for call in calls] == [None, None]
 
 
 def a_forged_id_of_another_sessions_call_restores_nothing(killed):
@@ -158,7 +161,7 @@ def a_lost_reply_is_given_again_once_and_then_sampled_anew(killed):
     assert killed.ask("lost", [user()]) == first
     assert len(killed.engine.requests) == asked
     killed.engine.replies.append(Say("New."))
-    assert killed.ask("lost", [user()])["choices"][0]["message"]["content"] == "New."
+    assert killed.says("lost", [user()]) == "New."
     events = [event for event in killed.recorder.rows("events") if event["kind"] == "replayed"]
     (replayed,) = [event["call_id"] for event in events if event["session_id"] == "lost"]
     assert replayed in {call["call_id"] for call in killed.calls("lost")}
@@ -179,9 +182,8 @@ def an_ended_session_is_over_in_every_later_recorder(killed):
         assert client.post(SESSION_END).status_code == 200
     for _ in range(2):
         yield
-        assert [
-            killed.post("ended", [user()], headers).status_code for headers in (None, RETRY)
-        ] == [410, 410]
+        for headers in (None, RETRY):
+            assert killed.post("ended", [user()], headers).status_code == 410
         assert killed.kinds("ended") == ["root"]
 
 
@@ -194,19 +196,16 @@ def test_sessions_outlive_kills_and_an_uncommitted_tail(killed):
     while running := [session for session in running if next(session, "over") is None]:
         killed.kill()
         if len(running) == len(SESSIONS):
-            for path in [
-                *run_files(killed.recorder.run, "calls"),
-                *run_files(killed.recorder.run, "events"),
-            ]:
+            for path in killed.files():
                 with path.open("ab") as file:
                     file.write(bytes(8) + os.urandom(1000))
         killed.restart()
 
 
 def test_damaged_rows_are_not_continued_and_stop_nobody(killed):
-    conversations = {
-        name: go_on([user(name)], killed.ask(name, [user(name)])) for name in ("s1", "s2")
-    }
+    conversations = {}
+    for name in ("s1", "s2"):
+        conversations[name] = go_on([user(name)], killed.ask(name, [user(name)]))
     killed.kill()
     (path,) = run_files(killed.recorder.run, "calls")
     contents = path.read_bytes()
@@ -222,14 +221,12 @@ def test_damaged_rows_are_not_continued_and_stop_nobody(killed):
 
 @pytest.mark.parametrize("seed", cases(range(2)))
 def test_flipped_bytes_anywhere_never_keep_a_session_from_being_served(killed, seed):
-    messages, some = [user()], random.Random(seed)
+    messages = [user()]
+    some = random.Random(seed)
     for _ in range(4):
         messages = go_on(messages, killed.ask("s1", messages))
     killed.kill()
-    for path in [
-        *run_files(killed.recorder.run, "calls"),
-        *run_files(killed.recorder.run, "events"),
-    ]:
+    for path in killed.files():
         contents = bytearray(path.read_bytes())
         for _ in range(5):
             contents[some.randrange(len(contents))] ^= 1 << some.randrange(8)

@@ -573,7 +573,7 @@ name = 'a'
 version = '1'
 dependencies = ['attrs']"""
 PUNCTUATION = {*"|&;$='"}
-"""What only a shell understands."""
+"""Characters of a shell."""
 HONEST_CASES = read_cases(
     HONEST,
     tested=TESTED,
