@@ -1,9 +1,9 @@
 """A training takes its sessions from this machine, from Ray's nodes and from a service, whatever
 else its recipe has.
 
-`TABLE` has every combination of the keys, and `SHORT` some, in which each key comes with each
-other. Sessions, recorder, nodes and service are real. The engine has a script for calls, and is a
-folder for weights.
+`TABLE` has every combination of the keys that a recipe may have, and `SHORT` some, in which each
+key comes with each other. Sessions, recorder, nodes and service are real. The engine has a script
+for calls, and is a folder for weights.
 """
 
 import json
@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from rolltap.errors import InputError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.engine.admin import EngineAdmin, Sampled
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
-from rolltap.trainer.training.recipe import load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
 from rolltap.trainer.training.steps import BATCHES
 from tests import tiny_checkpoints
@@ -33,6 +31,7 @@ from tests.trainer.nodes import conftest as fleet
 from tests.trainer.runs.views.test_score import Scoring
 from tests.trainer.service.served import program, serving
 from tests.trainer.training.stand_ins import FolderEngine, Points
+from tests.trainer.training.test_loop import DRAW
 
 temporary = fleet.temporary
 head = fleet.head
@@ -108,9 +107,11 @@ class Combination(NamedTuple):
         return text + tables
 
 
-TABLE = [Combination(*row) for row in product(("local", "ray", "service"), *[(False, True)] * 4)]
-IMPOSSIBLE = [row for row in TABLE if row.forks and row.has_teacher]
-POSSIBLE = [row for row in TABLE if row not in IMPOSSIBLE]
+TABLE = []
+for values in product(("local", "ray", "service"), *[(False, True)] * 4):
+    combination = Combination(*values)
+    if not (combination.forks and combination.has_teacher):  # a recipe with both is refused
+        TABLE.append(combination)
 SHORT = [
     Combination("local", is_ahead=True, forks=True, evaluates=True, has_teacher=False),
     Combination("ray", is_ahead=True, forks=True, evaluates=True, has_teacher=False),
@@ -166,37 +167,28 @@ def lines_of(*tasks: dict[str, Any]) -> str:
 def folder(tmp_path, tokenizer_folder, scripted, monkeypatch):
     """A folder with all that the recipes name."""
     tiny_checkpoints.qwen3(tmp_path / "model", tokenizer_folder, tied=False)
-    draw = (
-        "import os, random; open(os.environ['ROLLTAP_REWARD_FILE'],"
-        " 'w').write(str(random.random()))"
-    )
-    chance = {"kind": "command", "command": [sys.executable, "-c", draw], "result": "number"}
+    chance = {"kind": "command", "command": [sys.executable, "-c", DRAW], "result": "number"}
     free = {"id": "free", "instruction": "go", "judge": chance}
     flat = {"id": "flat", "instruction": "go", "evaluate": ["false"]}
     held_out = {"id": "held-out", "instruction": "go", "evaluate": ["true"]}
     (tmp_path / "tasks.jsonl").write_text(lines_of(flat, free))
     (tmp_path / "held_out.jsonl").write_text(lines_of(held_out))
     program(tmp_path, HARNESS)
-    monkeypatch.setattr(Engine, "folder", tmp_path / "engine", raising=False)
-    monkeypatch.setattr(Engine, "model", tmp_path / "model", raising=False)
-    monkeypatch.setattr(Engine, "points", Points(None), raising=False)
-    monkeypatch.setattr(
-        engines, "EngineAdmin", lambda url: (Engine if url == scripted.url else EngineAdmin)(url)
-    )
+    Engine.folder = tmp_path / "engine"
+    Engine.model = tmp_path / "model"
+    Engine.points = Points(None)
+
+    def admin(url):
+        if url == scripted.url:
+            return Engine(url)
+        return EngineAdmin(url)
+
+    monkeypatch.setattr(engines, "EngineAdmin", admin)
     return tmp_path
 
 
-@pytest.mark.parametrize("row", IMPOSSIBLE, ids=lambda row: row.name)
-def test_what_cannot_be_is_refused_with_the_reason(row, tmp_path):
-    (tmp_path / "recipe.toml").write_text(
-        row.recipe(dict.fromkeys(("ray", "service", "teacher"), "http://h:1"))
-    )
-    with pytest.raises(InputError, match="with a teacher all groups train: remove forks"):
-        load_recipe(tmp_path / "recipe.toml")
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("row", POSSIBLE if DEEP else SHORT, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", TABLE if DEEP else SHORT, ids=lambda row: row.name)
 def test_a_training_takes_what_its_recipe_asks_for_from_all_nodes(row, folder, scripted, request):
     run = folder / "out" / "run"
     where = {}
@@ -221,9 +213,8 @@ def test_a_training_takes_what_its_recipe_asks_for_from_all_nodes(row, folder, s
     assert len(steps) == STEPS
     assert sum(line["tokens_trained"] for line in steps) > 0
     assert ("age/max" in steps[-1]) == row.is_ahead
-    assert sorted(line["eval/step"] for line in metrics if "eval/step" in line) == (
-        [*range(STEPS + 1)] if row.evaluates else []
-    )
+    evaluated = sorted(line["eval/step"] for line in metrics if "eval/step" in line)
+    assert evaluated == list(range(STEPS + 1)) * row.evaluates
     if row.evaluates:
         held_out = load_sessions(run / EVALUATION)
         versions = sorted(session.policy_version for session in held_out.values())

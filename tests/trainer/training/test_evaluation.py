@@ -62,15 +62,6 @@ def test_the_held_out_tasks_are_run_beside_a_step_with_its_weights_and_nothing_o
     assert "), 4 sessions of 2 held-out tasks\n" in loop.printed
 
 
-def test_a_recipe_without_the_table_evaluates_nothing(tmp_path):
-    loop = Loop(tmp_path)
-    loop.step(0, "a")
-    with loop.source(9) as source:
-        source.finish(9)
-    assert loop.evaluated == loop.logged == []
-    assert not (tmp_path / EVALUATION).exists()
-
-
 @pytest.mark.parametrize(("iterations", "evaluated"), [(1, {0, 2, 4, 6}), (2, {0, 4})])
 def test_steps_of_the_recipe_are_between_evaluations_whatever_the_iterations_of_one(
     make_loop, iterations, evaluated

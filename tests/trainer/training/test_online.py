@@ -53,6 +53,7 @@ class Loop:
         self.console = Console(file=StringIO(), width=1000)
 
         # what happens
+        self.teacher: Teacher | None = None
         self.silent = silent
         """Tasks whose rewards are all equal."""
         self.tasks: dict[int, str] = {}
@@ -176,6 +177,7 @@ class Loop:
         )
         source._worker = SimpleNamespace(runner=self.open_runner)
         source._tasks = {task.id: task for task in TASKS}
+        source._teacher = self.teacher
         if self.recipe.evaluation is not None:
             source._evaluations.tasks = HELD_OUT
         source.trainer = SimpleNamespace(
@@ -413,10 +415,10 @@ def test_the_sessions_of_a_step_are_scored_by_the_teacher_and_not_again_after_a_
     make_loop, teacher, tokenizer_folder
 ):
     loop = make_loop("a", teacher="big")
+    loop.teacher = Teacher(teacher.url, str(tokenizer_folder))
     traces = []
     for attempt in range(2):
         with loop.source(0, attempt) as source:
-            source._teacher = Teacher(teacher.url, str(tokenizer_folder))
             source.before_batch()
             traces += source([]).traces
     assert teacher.scored == [[1, 2, 3]] * 2
@@ -429,6 +431,7 @@ def test_a_step_reads_no_session_of_earlier_steps(
     make_loop, teacher, tokenizer_folder, monkeypatch
 ):
     loop = make_loop(teacher="big")
+    loop.teacher = Teacher(teacher.url, str(tokenizer_folder))
     seen = set()
     read = SegmentReader.read
 
@@ -439,7 +442,6 @@ def test_a_step_reads_no_session_of_earlier_steps(
 
     monkeypatch.setattr(SegmentReader, "read", watched)
     with loop.source(0) as source:
-        source._teacher = Teacher(teacher.url, str(tokenizer_folder))
         for step in range(3):
             source.trainer.state.global_step = step
             loop.other = {"-1.0": "other"} if step == 2 else {}
@@ -653,7 +655,7 @@ class TestForks:
         loop.calls = 4
         return loop
 
-    def test_the_first_session_of_each_is_forked_at_its_middle_call_and_the_forks_are_a_group_of_the_step(
+    def test_the_first_session_of_each_is_forked_at_its_middle_call_into_a_group_of_the_step(
         self, loop
     ):
         batch = loop.step(3, "ca")

@@ -25,15 +25,11 @@ def test_paths_are_relative_to_the_recipe_or_absolute(load, tmp_path):
         GOOD
         + 'publish_folder = "way"\nruntime = "sandbox"\ntools = ["b", "/o"]\nrepositories = "r"\n'
     )
-    assert (recipe.model, recipe.tasks, recipe.repositories) == (
-        tmp_path / "m",
-        tmp_path / "t.jsonl",
-        tmp_path / "r",
-    )
-    assert (recipe.harness, recipe.tools) == (
-        str(tmp_path / "h.toml"),
-        (tmp_path / "b", Path("/o")),
-    )
+    assert recipe.model == tmp_path / "m"
+    assert recipe.tasks == tmp_path / "t.jsonl"
+    assert recipe.repositories == tmp_path / "r"
+    assert recipe.harness == str(tmp_path / "h.toml")
+    assert recipe.tools == (tmp_path / "b", Path("/o"))
     assert recipe.publish_folder == tmp_path / "way"
     assert load(GOOD + 'publish_folder = "/dev/shm"\n').publish_folder == Path("/dev/shm")
 
@@ -53,14 +49,12 @@ def test_programs_and_files_of_a_runtime_are_relative_to_the_recipe(load, tmp_pa
 def test_so_many_adapters_stay_loaded_that_sessions_ahead_keep_theirs(load):
     adapted = f'{GOOD}publish = "lora"\n'
     lora = "[lora]\nr = 1\n"
-    assert [
-        load(f"{adapted}max_staleness = {max_staleness}\n{lora}").adapters
-        for max_staleness in (0, 1, 2, 3, 7)
-    ] == [4, 4, 4, 5, 9]
+    for max_staleness, adapters in {0: 4, 1: 4, 2: 4, 3: 5, 7: 9}.items():
+        recipe = load(f"{adapted}max_staleness = {max_staleness}\n{lora}")
+        assert recipe.adapters == adapters
     assert load(f"{adapted}max_staleness = 1\nadapters = 3\n{lora}").adapters == 3
-    with pytest.raises(
-        InputError, match="adapters = 4 with max_staleness = 3: give at least 5, or remove it"
-    ):
+    message = "adapters = 4 with max_staleness = 3: give at least 5, or remove it"
+    with pytest.raises(InputError, match=message):
         load(f"{adapted}max_staleness = 3\nadapters = 4\n{lora}")
 
 
@@ -73,15 +67,10 @@ def test_a_session_keeps_its_adapter_unless_the_recorder_is_told_otherwise(load)
     assert not load(GOOD).keeps_adapters
 
 
-def test_held_out_tasks_are_relative_to_the_recipe_and_have_defaults(load, tmp_path):
-    held_out = load(GOOD + '[evaluation]\ntasks = "h.jsonl"\n').evaluation
-    assert held_out.model_dump() == {
-        "tasks": tmp_path / "h.jsonl",
-        "every": 1,
-        "sessions": 4,
-        "sampling": {"temperature": 0.0},
-        "share": 0.25,
-    }
+def test_held_out_tasks_are_relative_to_the_recipe_and_sampled_at_temperature_0(load, tmp_path):
+    held_out = load(GOOD + HELD_OUT).evaluation
+    assert held_out.tasks == tmp_path / "h.jsonl"
+    assert held_out.sampling == {"temperature": 0.0}
     assert load(GOOD + '[evaluation]\ntasks = "/h"\nsampling = {}\n').evaluation.sampling == {}
     assert load(GOOD).evaluation is None
 
