@@ -28,6 +28,7 @@ from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import Pack
 from tests.conftest import ROOT
 from tests.deep import cases
+from tests.trainer.training.plan.conftest import TRACED
 from tests.trainer.training.step.small_models import configuration, make_row, small_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -37,19 +38,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 LAYERS = 5
-TRACED = (512, 1024)
-"""Tokens of the rows of small models."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small():
-    """Let rows and the tiles of the head be small, on a machine without a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.cuda.is_available", lambda: False)
-        patch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
-        patch.setattr(traced_step, "LENGTHS", TRACED)
-        patch.setattr(traced_step, "FEW", 128)
-        yield patch
 
 
 @pytest.fixture(scope="module")

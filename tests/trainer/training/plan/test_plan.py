@@ -6,15 +6,15 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from rolltap.trainer.cli.train import train_command
-from rolltap.trainer.training.plan import findings, traced_step
+from rolltap.trainer.training.plan import findings
 from rolltap.trainer.training.plan import model as model_module
-from rolltap.trainer.training.plan import plan as plan_module
 from rolltap.trainer.training.plan.memory import GIB, SLACK, machine_of
 from rolltap.trainer.training.plan.plan import plan
 from rolltap.trainer.training.recipe import Machine, Recipe
@@ -25,30 +25,6 @@ LORA = {"r": 4, "target_modules": "all-linear"}
 ADAPTER = {"lora": LORA, "publish": "lora"}
 GPU = {"gpu_gib": 80}
 NO_WEIGHTS = "the folder model has no weights"
-
-
-@pytest.fixture(scope="module")
-def steps():
-    """Memory of the steps that were traced: a step is traced once for all tests."""
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch, steps):
-    """Let rows and the tiles of the head be small, on a machine without a GPU."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
-    monkeypatch.setattr(traced_step, "LENGTHS", (512, 1024))
-    monkeypatch.setattr(traced_step, "FEW", 64)
-
-    def fake_step(recipe, numbers, dtype, *, sharded):
-        key = (numbers, dtype, sharded, repr(recipe.lora))
-        if key not in steps:
-            traced = model_module.fake_step(recipe, numbers, dtype, sharded=sharded)
-            steps[key] = traced.memory()
-        return SimpleNamespace(memory=lambda: steps[key])
-
-    monkeypatch.setattr(plan_module, "fake_step", fake_step)
 
 
 @pytest.fixture
@@ -107,33 +83,25 @@ def test_a_folder_of_tasks_is_there_and_its_tasks_are_counted(model):
 
 
 FOUR = {**GPU, "processes": 4}
-UNEVEN = {**GPU, "processes": 3, "nodes": 2}
-TWO_URLS = {"engine": "http://a:1,http://b:2", "machine": {**GPU, "engines": 3}}
-OTHER_TEMPERATURE = {
-    "grpo": {"temperature": 0.5},
-    "recorder": {"rolltap_sampling": '{"temperature": 1}'},
-}
 REFUSED = {
     "lora.r = 1024": {"publish": "lora", "lora": {**LORA, "r": 1024}},
     "only 2 sessions": {"sessions": 2, "machine": FOUR},
     "machine.processes is 4, but": {"processes": 2, "machine": FOUR},
-    "processes = 3 is no multiple of nodes = 2": {"machine": UNEVEN},
-    "machine.engines is 3, but": TWO_URLS,
+    "processes = 3 is no multiple of nodes = 2": {"machine": {**GPU, "processes": 3, "nodes": 2}},
+    "machine.engines is 3, but": {
+        "engine": "http://a:1,http://b:2",
+        "machine": {**GPU, "engines": 3},
+    },
     "more than the model's context": {"max_tokens": 5000},
     "tied embeddings": {"machine": None},
     "has no experts": {"grpo": {"routing": "recorded"}},
     "num_iterations": {"grpo": {"num_iterations": 0}},
-    "loss_type": {"grpo": {"loss_type": "none"}},
-    "temperature": OTHER_TEMPERATURE,
-    'runtime = "ssh" needs a machine': {"runtime": "ssh"},
-    'runtime = "harbor" needs harbor_python': {"runtime": "harbor"},
-    'runtime = "harbor" needs recorder_address': {
-        "runtime": "harbor",
-        "harbor_python": "python3",
-        "harbor_environment": "daytona",
+    "temperature": {
+        "grpo": {"temperature": 0.5},
+        "recorder": {"rolltap_sampling": '{"temperature": 1}'},
     },
+    'runtime = "ssh" needs a machine': {"runtime": "ssh"},
     "ssh = 'machine' has no meaning": {"runtime": "sandbox", "ssh": "machine"},
-    "nothing": {"lora": {"r": 4, "target_modules": ["nothing"]}},
     "weights, gradients and optimizer": {"machine": {"gpu_gib": 0.001}},
     "a smaller max_tokens": {"machine": {"gpu_gib": 1.6}},
     "does not hold a session": {"machine": {"gpu_gib": 3.0}},
@@ -161,12 +129,12 @@ def test_each_process_that_trains_on_this_machines_gpus_has_one(
     refused,
 ):
     gpu = SimpleNamespace(total_memory=80 * GIB)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
+    here = {"is_available": True, "device_count": 1, "get_device_properties": gpu}
+    for name, value in here.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", Mock(return_value=value))
     machine = Machine(processes=2, nodes=nodes)
     recipe = Recipe(model=tmp_path, steps=1, machine=machine, grpo={"use_cpu": use_cpu})
-    found = [*findings.of_recipe(recipe, machine_of(recipe, None, None, online=False))]
+    found = findings.of_recipe(recipe, machine_of(recipe, None, None, online=False))
     texts = [finding.text for finding in found]
     assert ("2 processes on a machine with 1 GPUs" in texts) == refused
 
@@ -251,12 +219,9 @@ def test_an_engine_that_shares_a_gpu_has_a_block_for_each_call_however_short_ses
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
-def test_an_adapter_on_experts_is_planned_and_is_not_served(tmp_path):
+def test_an_adapter_on_experts_is_planned(tmp_path):
     configuration("qwen3-moe").save_pretrained(tmp_path)
     assert planned(tmp_path, lora=LORA).can_start
-    refused = planned(tmp_path, **ADAPTER)
-    assert not refused.can_start
-    assert "vLLM does not serve an adapter on parameters" in said(refused, "error")[0]
 
 
 def row_of(model, *, room, **keys):
@@ -319,20 +284,21 @@ def test_recorded_runs_need_no_engine_and_no_rollouts(model):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "machine", "expected"),
+    ("dtype", "machine", "expected", "option"),
     [
-        (None, GPU, "bfloat16"),
-        (None, None, "float32"),
-        ("bfloat16", None, "bfloat16"),
-        ("float32", GPU, "float32"),
+        (None, GPU, "bfloat16", "--dtype bfloat16"),
+        (None, None, "float32", ""),
+        ("bfloat16", None, "bfloat16", "--dtype bfloat16"),
+        ("float32", GPU, "float32", "--dtype float32"),
     ],
 )
-def test_the_type_is_the_recipes_or_follows_from_the_planned_gpu(model, dtype, machine, expected):
+def test_the_type_is_the_recipes_or_follows_from_the_planned_gpu(
+    model, dtype, machine, expected, option
+):
     found = planned(model, dtype=dtype, machine=machine, lora=LORA)
     assert found.machine.dtype == expected
-    known = bool(dtype or machine)
-    assert ("--dtype" in found.lines[1]) == known
-    assert (f"--dtype {expected}" in found.lines[1]) == known
+    assert option in found.lines[1]
+    assert ("--dtype" in found.lines[1]) == bool(option)
     assert ("the default with" in text_of(found)) == (dtype is None)
     assert found.to_json()["recipe"]["dtype"] == dtype
 
@@ -382,31 +348,30 @@ def test_a_plan_is_json_and_a_table(model):
     assert (alone.memory, alone.work) == (found.memory, found.work)
 
 
-RECIPE = """
-model = "a model with a long name that has spaces"
+LONG = "a model with a long name that has spaces"
+RECIPE = f"""
+model = "{LONG}"
 tasks = "tasks.jsonl"
 harness = "pi"
 steps = 10
 max_tokens = 1000
 publish = "lora"
-lora = {r = 4, target_modules = "all-linear"}
-machine = {engines = 4, processes = 4, gpu_gib = 80}
+lora = {{r = 4, target_modules = "all-linear"}}
+machine = {{engines = 4, processes = 4, gpu_gib = 80}}
 """
 
 
 @pytest.mark.parametrize("columns", ["80", "20", None], ids=["terminal", "narrow", "pipe"])
 def test_commands_are_printed_whole(tmp_path, columns):
-    model = tmp_path / "a model with a long name that has spaces"
     recipe = tmp_path / "recipe.toml"
-    configuration("qwen3").save_pretrained(model)
+    configuration("qwen3").save_pretrained(tmp_path / LONG)
     recipe.write_text(RECIPE)
     environment = {"COLUMNS": columns, "ROLLTAP_ENGINE": None}
     printed = CliRunner().invoke(train_command, [str(recipe), "--dry-run"], env=environment)
     assert printed.exit_code == 0, printed.output
     lines = [shlex.split(line) for line in printed.stdout.splitlines() if "CUDA_VISIBLE" in line]
-    *served, trained = lines
-    assert len(served) == 4
-    for words in served:
-        assert words[3] == str(model)
+    assert len(lines) == 5
+    assert lines.pop()[-2] == "--out"
+    for words in lines:
+        assert words[3] == str(tmp_path / LONG)
         assert words[-2:] == ["--dtype", "bfloat16"]
-    assert trained[-2] == "--out"
