@@ -310,6 +310,17 @@ async def test_an_engine_that_describes_itself_while_the_recorder_stops_is_in_th
     assert read_metadata(harness.run)["engines"] == {scripted_engine.url: described}
 
 
+async def test_an_engine_that_does_not_describe_itself_is_a_warning(
+    restart, scripted_engine, monkeypatch, caplog
+):
+    monkeypatch.setattr(Engine, "describe", failing(OSError("no answer")))
+    scripted_engine.replies.append(Say("Hi."))
+    async with restart() as harness:
+        await told(harness, user())
+    why = f"the description of the engine at {scripted_engine.url} is not in run.json: no answer"
+    assert why in caplog.messages
+
+
 def stops(monkeypatch, event):
     """Set an event once the recorder stops."""
     abort = Session.abort

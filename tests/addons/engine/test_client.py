@@ -97,6 +97,22 @@ async def test_an_engine_that_sends_no_headers_and_no_health_is_an_error(
     assert error.value.retryable
 
 
+async def test_a_healthy_engine_is_waited_for_before_it_sends_headers(
+    scripted_engine, client, monkeypatch
+):
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.01)
+    answers = [True, True, False]
+
+    async def healthy():
+        return answers.pop(0)
+
+    monkeypatch.setattr(client, "healthy", healthy)
+    scripted_engine.deaf = True
+    with pytest.raises(EngineError, match="says nothing"):
+        await generate(client)
+    assert answers == []
+
+
 async def test_one_connection_carries_generations_one_after_the_other(
     scripted_engine, client, monkeypatch
 ):
