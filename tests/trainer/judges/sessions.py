@@ -1,7 +1,9 @@
 """Sessions that an agent has left, and judging them with a real runtime."""
 
 import os
-from dataclasses import replace
+import re
+import sys
+from dataclasses import dataclass, field, replace
 
 from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.judges.changes import AgentResult
@@ -102,3 +104,47 @@ def write(folder, files):
             path.unlink()
         else:
             path.write_text(text)
+
+
+@dataclass
+class Case:
+    """A case of `read_cases`."""
+
+    fields: dict = field(default_factory=dict)
+    files: dict = field(default_factory=dict)
+
+    def below(self, folder):
+        """Return the files below a folder, by their paths there."""
+        found = {}
+        for path, text in self.files.items():
+            if path.startswith(f"{folder}/"):
+                found[path.removeprefix(f"{folder}/")] = text
+        return found
+
+
+def read_cases(text, **texts):
+    """Return the cases of a text by their names.
+
+    A case is a line `== NAME`, lines `KEY: VALUE`, and its files: each is a line `-- PATH` and what
+    follows. A file that is `(deleted)` is None. `<KEY>` stands for one of `texts`, and `<python>`
+    for this Python.
+    """
+    texts["python"] = sys.executable
+    for name, value in texts.items():
+        text = text.replace(f"<{name}>", value)
+    cases = {}
+    for block in re.split("^== ", text, flags=re.MULTILINE)[1:]:
+        head, *files = block.split("\n-- ")
+        name, *lines = head.strip().splitlines()
+        case = cases[name] = Case()
+        for line in lines:
+            key, _, value = line.partition(": ")
+            case.fields[key] = value
+        for file in files:
+            path, _, content = file.partition("\n")
+            content = content.rstrip("\n")
+            if path.endswith(" (deleted)"):
+                case.files[path.removesuffix(" (deleted)")] = None
+            else:
+                case.files[path] = f"{content}\n" if content else ""
+    return cases
