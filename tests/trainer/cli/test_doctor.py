@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.deep import cases
-from tests.trainer.cli.program import run_rolltap
+from tests.trainer.cli.program import ASK, ASK_WITH_TOOLS, run_rolltap
 
 AGENT = Path(__file__).parents[1] / "doctor" / "agent.py"
 
@@ -21,17 +21,13 @@ def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "words"),
+    ("program", "status", "words"),
     cases(
         [
+            ("print('no key')", 1, ["problem: No model call came.", "HTTPS_PROXY", "no key"]),
+            (ASK_WITH_TOOLS, 1, ["problem: The call of look was not answered"]),
             (
-                ["-c", "print('no key')"],
-                1,
-                ["problem: No model call came.", "HTTPS_PROXY", "no key"],
-            ),
-            ([AGENT, "raises"], 1, ["problem: The call of shell was not answered"]),
-            (
-                [AGENT, "toolless"],
+                ASK.replace("sys.exit(3)", ""),
                 3,
                 [
                     "1 call captured; no call continued another, so continuity was not tried.\n",
@@ -42,8 +38,8 @@ def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
         *(0, 2),
     ),
 )
-def test_doctor_says_what_a_program_lacks(command, status, words):
-    ended = run_rolltap("doctor", "--", sys.executable, *command)
+def test_doctor_says_what_a_program_lacks(program, status, words):
+    ended = run_rolltap("doctor", "--", sys.executable, "-c", program)
     assert ended.returncode == status
     for said in words:
         assert said in ended.stdout + ended.stderr
