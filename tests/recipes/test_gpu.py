@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ GPU = ROOT / "recipes" / "gpu"
 QWEN3 = ROOT / "tests" / "models" / "qwen3-4b"
 """A model without weights."""
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(GPU)
+with pytest.MonkeyPatch.context() as context:
+    context.syspath_prepend(GPU)
     import check
     import engine_half
     import lines
@@ -111,7 +111,7 @@ class TestMachine:
             assert machine.visible(machine.gpus()) == names
 
     def test_what_is_missing_is_a_line_that_says_how_to_get_it(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+        monkeypatch.setattr(machine.sysconfig, "get_path", Mock(return_value=tmp_path))
         failed = {}
         for line in machine.machine_lines(False):
             if line.result == "failed":
@@ -285,21 +285,22 @@ class TestTrainer:
             found.pop(f"trainer: probe of packed rows, float32, {model}")
         assert not found
 
-    def test_gradients_that_differ_and_a_reason_of_the_probe_are_failed_lines(
-        self, tmp_path, monkeypatch
-    ):
+    def test_gradients_that_differ_and_a_reason_of_the_probe_are_failed_lines(self, tmp_path):
         def untouched(model, forest, dtype):
             model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
 
         def twice_in_training(model):
             return {"a": torch.ones(2) * (model.training + 1)}
 
-        monkeypatch.setattr(trainer_half, "run", untouched)
-        monkeypatch.setattr(trainer_half, "gradients_of", twice_in_training)
-        monkeypatch.setattr(trainer_half, "plain_gradients", lambda *_: {"a": torch.ones(2)})
-        monkeypatch.setattr(trainer_half, "probe", lambda *_: "a mixer leaks")
         folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
-        *gradients, probe = trainer_half.gradient_lines(folder, "cpu")
+        stand_ins = {
+            "run": untouched,
+            "gradients_of": twice_in_training,
+            "plain_gradients": Mock(return_value={"a": torch.ones(2)}),
+            "probe": Mock(return_value="a mixer leaks"),
+        }
+        with patch.multiple(trainer_half, **stand_ins):
+            *gradients, probe = trainer_half.gradient_lines(folder, "cpu")
         assert [(line.result, line.measured) for line in gradients] == [("failed", 1.0)] * 2
         assert (probe.result, probe.note) == ("failed", "a mixer leaks")
 
@@ -318,28 +319,25 @@ class TestTrainer:
 
     # of PEFT
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-    def test_memory_is_held_against_the_plan_and_the_longest_row_is_the_planned_one(
-        self, tmp_path, monkeypatch
-    ):
+    def test_memory_is_held_against_the_plan_and_the_longest_row_is_the_planned_one(self, tmp_path):
         gib = trainer_half.GIB
         folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
         always, of_row = trainer_half.planned(folder, trainer_half.LORA)
         weights = always["weights"] + always["gradients"]
         peak = trainer_half.at(of_row.peak, 600)
-        memory = {
-            "memory_allocated": [0, weights, weights],
-            "max_memory_allocated": [weights + peak, weights + 3 * gib],
-            "memory_reserved": [weights],
-            "mem_get_info": [(trainer_half.at(of_row.peak, 900), 80 * gib)],
+        cuda = {
+            "memory_allocated": Mock(side_effect=[0, weights, weights]),
+            "max_memory_allocated": Mock(side_effect=[weights + peak, weights + 3 * gib]),
+            "memory_reserved": Mock(return_value=weights),
+            "mem_get_info": Mock(return_value=(trainer_half.at(of_row.peak, 900), 80 * gib)),
+            "empty_cache": DEFAULT,
+            "reset_peak_memory_stats": DEFAULT,
+            "synchronize": DEFAULT,
         }
-        for name, values in memory.items():
-            monkeypatch.setattr(torch.cuda, name, Mock(side_effect=values))
-        for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, Mock())
         offloading = Mock(return_value=contextlib.nullcontext())
-        monkeypatch.setattr(trainer_half, "get_act_offloading_ctx_manager", offloading)
-        monkeypatch.setattr(trainer_half, "LENGTH", 600)
-        found = named(trainer_half.size_lines(folder, trainer_half.LORA, "cpu"))
+        half = {"get_act_offloading_ctx_manager": offloading, "LENGTH": 600}
+        with patch.multiple(torch.cuda, **cuda), patch.multiple(trainer_half, **half):
+            found = named(trainer_half.size_lines(folder, trainer_half.LORA, "cpu"))
         name = "qwen3-tiny, LoRA"
         of_row = f"trainer: GiB of a row of 600 tokens, {name}"
         for what in (f"trainer: GiB of weights and gradients, {name}", of_row):
@@ -348,15 +346,15 @@ class TestTrainer:
         assert found[f"trainer: tokens a second, a row of 600 tokens, {name}"].measured > 0
         assert 800 < found[f"trainer: tokens of the longest row, {name}"].measured < 900
 
-    def test_lines_before_a_crash_stay_and_its_end_is_one(self, setting, monkeypatch, tmp_path):
+    def test_lines_before_a_crash_stay_and_its_end_is_one(self, setting, tmp_path):
         first = lines.fact("trainer: attention")
         (tmp_path / "trainer_half.py").write_text(
             "import sys\n"
             f"with open(sys.argv[2], 'w') as file: file.write({json.dumps(first.to_json())!r})\n"
             "raise RuntimeError('no kernel')\n"
         )
-        monkeypatch.setattr(check, "HERE", tmp_path)
-        before, last = check.trainer(setting)
+        with patch.object(check, "HERE", tmp_path):
+            before, last = check.trainer(setting)
         assert before == first
         assert last.result == "failed"
         assert last.note.endswith("RuntimeError: no kernel")
@@ -370,26 +368,24 @@ class TestTrainer:
             ("qwen3-4b", "cpu", 1e-4),
         ],
     )
-    def test_the_limit_of_float32_is_that_of_tf32_where_fla_runs(
-        self, model, device, limit, monkeypatch
-    ):
+    def test_the_limit_of_float32_is_that_of_tf32_where_fla_runs(self, model, device, limit):
         def kernels(model_type):
             return {LINEAR_ATTENTION: True} if model_type.startswith("qwen3_5") else {}
 
-        monkeypatch.setattr(trainer_half, "kernels", kernels)
-        assert trainer_half.float32_limit(QWEN3.with_name(model), device) == limit
+        with patch.object(trainer_half, "kernels", kernels):
+            assert trainer_half.float32_limit(QWEN3.with_name(model), device) == limit
 
-    def test_a_model_without_room_on_the_gpu_is_a_failed_line(self, monkeypatch):
-        full = Mock(side_effect=torch.OutOfMemoryError("no room"))
-        monkeypatch.setattr(trainer_half, "size_lines", full)
-        [line] = trainer_half.guarded_sizes(QWEN3, trainer_half.LORA)
+    def test_a_model_without_room_on_the_gpu_is_a_failed_line(self):
+        full = torch.OutOfMemoryError("no room")
+        with patch.object(trainer_half, "size_lines", side_effect=full):
+            [line] = trainer_half.guarded_sizes(QWEN3, trainer_half.LORA)
         assert (line.result, line.what) == ("failed", "trainer: memory, qwen3-4b, LoRA")
 
     @pytest.mark.parametrize(("importable", "result"), [(False, "failed"), (True, "passed")])
-    def test_a_gpu_without_fla_is_a_failed_line(self, importable, result, on_gpu, monkeypatch):
+    def test_a_gpu_without_fla_is_a_failed_line(self, importable, result, on_gpu):
         found = {LINEAR_ATTENTION: importable, "causal-conv1d": False}
-        monkeypatch.setattr(check, "packages", lambda: found)
-        [line] = check.linear_attention(on_gpu)
+        with patch.object(check, "packages", return_value=found):
+            [line] = check.linear_attention(on_gpu)
         assert line.result == result
         assert LINEAR_ATTENTION in line.note
 
@@ -424,11 +420,9 @@ class TestPlans:
         assert sum(planned["memory"]["row"].values()) < planned["memory"]["room"]
 
     @pytest.mark.parametrize(("room", "folder"), [(True, plans.SHARED_MEMORY), (False, None)])
-    def test_a_recipe_publishes_in_memory_where_the_weights_fit(
-        self, room, folder, on_gpu, monkeypatch
-    ):
-        monkeypatch.setattr(plans, "has_room", lambda weights: room)
-        recipe = load_recipe(plans.write_recipe(on_gpu, "lora", on_gpu.plans["lora"]))
+    def test_a_recipe_publishes_in_memory_where_the_weights_fit(self, room, folder, on_gpu):
+        with patch.object(plans, "has_room", return_value=room):
+            recipe = load_recipe(plans.write_recipe(on_gpu, "lora", on_gpu.plans["lora"]))
         assert recipe.publish_folder == folder
 
     def test_more_sessions_run_ahead_than_in_the_other_trainings(self, setting):
@@ -572,13 +566,13 @@ def test_with_one_gpu_the_lines_of_several_are_skipped_with_the_reason(on_gpu):
         assert (line.result, line.note) == ("skipped", "there is one GPU: it needs two")
 
 
-def test_an_engine_that_does_not_start_is_a_failed_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_half, "SHARING", ())  # nothing is planned
+def test_an_engine_that_does_not_start_is_a_failed_line(tmp_path):
     (tmp_path / "python").symlink_to(sys.executable)
     vllm = tmp_path / "vllm"
     write_program(vllm, "echo no memory; exit 3")
     setting = plans.Setting(QWEN3, str(vllm), True, tmp_path)
-    [line] = check.guarded("serve", engine_half.serve, setting)
+    with patch.object(engine_half, "SHARING", ()):  # nothing is planned
+        [line] = check.guarded("serve", engine_half.serve, setting)
     assert (line.what, line.result) == ("serve", "failed")
     assert "no memory" in line.note
 
