@@ -107,7 +107,11 @@ def test_a_rollout_goes_on_with_its_groups_unless_a_part_of_their_key_changed(
     run, scripted_engine, tokenizer_folder, tmp_path
 ):
     scripted_engine.otherwise = lambda request: Say("Hello")
-    task = {"id": "right", "instruction": "List the files.", "evaluate": ["sh", "-c", "cat answer.txt"]}
+    task = {
+        "id": "right",
+        "instruction": "List the files.",
+        "evaluate": ["sh", "-c", "cat answer.txt"],
+    }
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
     harness = f"name = 'stored'\nprogram = '{sys.executable}'\nheadless = ['-c', {json.dumps(ASK)}]"
     (tmp_path / "stored.toml").write_text(harness)
