@@ -55,7 +55,9 @@ class BadDay:
         acts: Mapping[int, str],
         every=1,
     ):
-        self.folder, self.steps, self.acts = folder, steps, acts
+        self.folder = folder
+        self.steps = steps
+        self.acts = acts
         self.groups = {body["id"]: body for _, _, body in steps if body}
         self.done: list[str] = []
         self.seen: list[tuple[str, str, dict]] = []
@@ -63,9 +65,14 @@ class BadDay:
         self.statuses: list[int] = []
         """Status of each process of the service that has ended."""
         self.said = ""
-        self._every, self._due, self._requests = every, list[str](), 0
-        self._tokenizer, self._random = tokenizer, random.Random(0)
-        self._came, self._up, self._over = threading.Condition(), threading.Event(), False
+        self._every = every
+        self._due: list[str] = []
+        self._requests = 0
+        self._tokenizer = tokenizer
+        self._random = random.Random(0)
+        self._came = threading.Condition()
+        self._up = threading.Event()
+        self._over = False
         self._follower: HTTPConnection | None = None
         self._replacing = threading.Thread(target=self._replace)
         self._engine = self._start_engine(free_port())  # it stays free while the engine is replaced
@@ -78,16 +85,17 @@ class BadDay:
 
     def endure(self) -> None:
         """Take the steps, until all groups have ended; then stop the service, as Ctrl-C does."""
-        threads = [
-            threading.Thread(target=part)
-            for part in (self._follow, self._restart, self._take_steps)
-        ]
-        for thread in threads:
+        follower = threading.Thread(target=self._follow)
+        others = [threading.Thread(target=part) for part in (self._restart, self._take_steps)]
+        for thread in (follower, *others):
             thread.start()
-        threads[0].join(900)
-        stuck, self._over = threads[0].is_alive(), True
+        follower.join(3600)
+        stuck = follower.is_alive()
+        self._over = True
         self.service.process.send_signal(signal.SIGINT)
-        for thread in [*threads, *([self._replacing] if self._replacing.ident else [])]:
+        if self._replacing.ident:
+            others.append(self._replacing)
+        for thread in (follower, *others):
             thread.join()
         self._engine.__exit__()
         assert not stuck, f"{self.done}, {self._requests} requests\n{self.said}\n{self.seen[-20:]}"
@@ -104,7 +112,8 @@ class BadDay:
     def _reply(self, _) -> Say:
         with self._came:
             self._requests += 1
-            self._due += [self.acts[self._requests]] if self._requests in self.acts else []
+            if self._requests in self.acts:
+                self._due.append(self.acts[self._requests])
             if self._due and self._act(self._due[0]):
                 self.done.append(self._due.pop(0))
             self._came.notify_all()
@@ -126,17 +135,13 @@ class BadDay:
             self._up.clear()
             self.service.process.kill()
         else:
-            name = {"kill the recorder": "mitmdump", "kill the agents": " -c import os, signal"}[
-                act
-            ]
-            found = [
-                process
-                for process, command in processes(str(self.folder)).items()
-                if name in command
-            ]
-            for process in found:
-                os.kill(process, signal.SIGKILL)
-            return bool(found)
+            name = "mitmdump" if act == "kill the recorder" else " -c import os, signal"
+            killed = False
+            for process, command in processes(str(self.folder)).items():
+                if name in command:
+                    os.kill(process, signal.SIGKILL)
+                    killed = True
+            return killed
         return True
 
     def _restart(self) -> None:
@@ -151,7 +156,7 @@ class BadDay:
 
     def _ask(self, method: str, path: str, body: dict | None = None) -> HTTPConnection:
         self._up.wait()
-        client = HTTPConnection(urlsplit(self.service.url).netloc, timeout=60)
+        client = HTTPConnection(urlsplit(self.service.url).netloc, timeout=600)
         headers = {
             "authorization": f"Bearer {self.service.token}",
             "content-type": "application/json",
@@ -173,9 +178,8 @@ class BadDay:
                     if not name and "id" in lines:
                         self.seen.append((lines["id"], lines["event"], json.loads(lines["data"])))
                         lines = {}
-                        if {data["id"] for _, kind, data in self.seen if kind == "ended"} == {
-                            *self.groups
-                        }:
+                        ended = {data["id"] for _, kind, data in self.seen if kind == "ended"}
+                        if ended == {*self.groups}:
                             return
 
     def _take_steps(self) -> None:
@@ -186,7 +190,8 @@ class BadDay:
                 )
             if isinstance(seconds := body.get("deadline"), int):
                 body["deadline"] = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
-            answered, dies = False, number % 3 == 1
+            answered = False
+            dies = number % 3 == 1
             while not answered and not self._over:
                 with (
                     suppress(OSError, HTTPException),

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
+from tests.trainer.rollouts.soak import processes
 
 HARNESS = """
 import json, os, urllib.request
@@ -20,7 +22,7 @@ ask = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 request = urllib.request.Request(
     "https://api.openai.com/v1/chat/completions", json.dumps(ask).encode(), {"content-type": "application/json"}
 )
-with urllib.request.urlopen(request, timeout=120) as reply:
+with urllib.request.urlopen(request, timeout=600) as reply:
     answer = json.load(reply)["choices"][0]["message"]["content"]
 open("answer.txt", "w").write(answer)
 """
@@ -29,7 +31,7 @@ TWO_CALLS = f"""{HARNESS}
 said = dict(role="assistant", content=answer)
 ask["messages"] += [said, dict(role="user", content="And?")]
 request.data = json.dumps(ask).encode()
-with urllib.request.urlopen(request, timeout=120) as reply:
+with urllib.request.urlopen(request, timeout=600) as reply:
     json.load(reply)
 """
 """A program that makes two model calls, the second one with the reply of the first."""
@@ -43,6 +45,25 @@ def program(folder: Path, text: str = HARNESS) -> Path:
     arguments = json.dumps(["-c", text])
     file.write_text(f'name = "small"\nprogram = "{sys.executable}"\nheadless = {arguments}\n')
     return file
+
+
+def heed_interrupts():
+    """Undo what a background job inherits: it ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def say_good(request):
+    return Say("good.")
+
+
+def is_end(kind, data):
+    return kind == "ended"
+
+
+def require_refused(answer, status: int, words: str) -> None:
+    """Assert the status of an answer, and words of its error."""
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]
 
 
 class Served:
@@ -78,9 +99,7 @@ class Served:
             text=True,
             env=env,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            ),  # background jobs ignore it
+            preexec_fn=heed_interrupts,
         )
         self.said = ""
         assert self.process.stderr is not None
@@ -96,7 +115,7 @@ class Served:
         self.client = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {self.token}"},
-            timeout=60,
+            timeout=600,
             trust_env=False,
         )
 
@@ -122,19 +141,41 @@ class Served:
         """Send a group, and return the answer."""
         return self.client.post("/groups", json={"task": "words", "sessions": 2, **request})
 
-    def events(self, after: str | None = None, *, until=lambda kind, data: kind == "ended"):
+    def complete(self, name: str, **request):
+        """Send a group, and return its events when it has ended."""
+        assert self.submit(id=name, **request).status_code == 201
+        return self.events_of(name)
+
+    def submit_before(self, name: str, seconds: float, **request) -> bool:
+        """Send a group with a deadline in so many seconds. Return False if it came too late."""
+        deadline = datetime.now(UTC) + timedelta(seconds=seconds)
+        answer = self.submit(id=name, deadline=deadline.isoformat(), **request)
+        if answer.status_code == 422:
+            require_refused(answer, 422, "which is past")
+        return answer.status_code == 201
+
+    def view(self, name: str):
+        """Return a group."""
+        return self.client.get(f"/groups/{name}").json()
+
+    def recorders(self) -> list[int]:
+        """Return the process ids of its recorders."""
+        return [pid for pid, name in processes(str(self.run)).items() if "mitmdump" in name]
+
+    def events(self, after: str | None = None, *, until=is_end):
         """Return the events after a cursor, to the first one that is asked for, as (cursor, kind,
         data)."""
-        found, lines = [], {}
-        with self.client.stream(
-            "GET", "/events", params={"after": after} if after else {}
-        ) as stream:
+        found = []
+        lines = {}
+        params = {"after": after} if after else {}
+        with self.client.stream("GET", "/events", params=params) as stream:
             for line in stream.iter_lines():
                 name, _, value = line.partition(": ")
                 lines[name] = value
                 if not line and "id" in lines:
-                    found.append((lines["id"], lines["event"], json.loads(lines["data"])))
-                    if until(*found[-1][1:]):
+                    event = (lines["id"], lines["event"], json.loads(lines["data"]))
+                    found.append(event)
+                    if until(*event[1:]):
                         return found
                     lines = {}
         raise AssertionError(f"the stream ended: {found}")
@@ -145,11 +186,17 @@ class Served:
         return [event for event in events if event[2].get("id") == name]
 
 
-def hold(engine):
-    """Let the next call wait for `engine.release()`."""
+def shut(engine):
+    """Let replies with `hold_after` wait again for `engine.release()`."""
     engine.loop.call_soon_threadsafe(engine._released.clear)
     engine.holding.clear()  # of a call whose client has gone a moment ago
-    engine.replies.append(Say("good.", hold_after=1))
+
+
+def hold(engine, *before):
+    """Let the next call wait for `engine.release()`, or the one after those with the replies
+    `before`."""
+    shut(engine)
+    engine.replies.extend([*before, Say("good.", hold_after=1)])
 
 
 @contextmanager

@@ -10,8 +10,6 @@ import subprocess
 import threading
 from collections import Counter
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -19,29 +17,51 @@ import pytest
 import rolltap
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.resume import Recorded
-from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.service.requests import GroupRequest
-from rolltap.trainer.tasks.task import Task
 from tests.addons.harness import until
 from tests.conftest import free_port
 from tests.scripted_engine import Say, ScriptedEngine
-from tests.trainer.rollouts.soak import left, processes
-from tests.trainer.service.served import GOOD, hold, program, serving
+from tests.trainer.rollouts.soak import left
+from tests.trainer.service.served import (
+    GOOD,
+    hold,
+    program,
+    require_refused,
+    say_good,
+    serving,
+)
+
+
+def answering(tokenizer, **how):
+    """Return an engine that answers everything with the word `good`."""
+    engine = ScriptedEngine(tokenizer, **how)
+    engine.otherwise = say_good
+    return engine
 
 
 @pytest.fixture
 def engine(tokenizer):
-    with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say("good.")
+    with answering(tokenizer) as engine:
         yield engine
 
 
 @pytest.fixture
-def own_service(engine, tokenizer_folder, tmp_path):
-    with serving(tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path)) as service:
-        yield service
+def serve(tokenizer_folder, tmp_path):
+    """Return a function that serves with engines, to the end of the test."""
+    with ExitStack() as stack:
+
+        def serve(urls, *arguments, harness=None):
+            harness = harness or program(tmp_path)
+            how = (tmp_path / "run", urls, tokenizer_folder, harness, *arguments)
+            return stack.enter_context(serving(*how))
+
+        yield serve
+
+
+@pytest.fixture
+def own_service(engine, serve):
+    return serve(engine.url)
 
 
 def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(own_service, engine, tmp_path):
@@ -54,22 +74,16 @@ def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(own_service,
     engine.release()
     events = own_service.events(cursor, until=lambda kind, data: kind == "ended")
     assert [kind for _, kind, _ in events] == ["session", "session", "ended"]
-    assert Counter(data.get("status") for _, _, data in events) == {
-        "cancelled": 1,
-        "completed": 1,
-        None: 1,
-    }
+    statuses = Counter(data.get("status") for _, _, data in events)
+    assert statuses == {"cancelled": 1, "completed": 1, None: 1}
     assert own_service.submit(id="held", sessions=2).status_code == 200
     every = own_service.events()
     assert Counter(kind for _, kind, _ in every) == {"accepted": 1, "session": 3, "ended": 1}
     assert list(every[-1][2]["rewards"].values()) == [1.0, 1.0]
     assert own_service.stop() == 130
     assert "group held: ended, 3 sessions\n" in own_service.said
-    assert (
-        own_service.said.count(": completed, reward 1\n")
-        + own_service.said.count(": cancelled, no reward\n")
-        == 2
-    )
+    rewarded = own_service.said.count(": completed, reward 1\n")
+    assert rewarded + own_service.said.count(": cancelled, no reward\n") == 2
     assert left(str(tmp_path)) == {}
     assert rolltap.open_run(own_service.run).verify(progress=False).sound
 
@@ -83,87 +97,76 @@ def test_a_group_that_was_accepted_before_the_folder_was_a_run_is_found_again(ow
     assert list(own_service.events_of("early")[-1][2]["rewards"].values()) == [1.0]
 
 
-def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(
-    tokenizer, tokenizer_folder, tmp_path
-):
-    with ExitStack() as stack:
-        with ScriptedEngine(tokenizer) as engine:
-            engine.otherwise = lambda request: Say("good.")
-            arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path)
-            service = stack.enter_context(serving(*arguments))
-            service.submit(id="before")
-            service.events_of("before")
-        health = httpx.get(f"{service.url}/health", trust_env=False)
-        gone = f"the engine at {engine.url} does not answer"
-        assert (health.status_code, health.json()["problems"]) == (503, [gone])
-        assert service.submit(id="after").status_code == 201
-        with ScriptedEngine(tokenizer, port=int(engine.url.rpartition(":")[2])) as again:
-            again.otherwise = lambda request: Say("good.")
-            assert service.events_of("after")[-1][2]["state"] == "ended"
+def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(tokenizer, serve):
+    with answering(tokenizer) as engine:
+        service = serve(engine.url)
+        service.complete("before")
+    health = httpx.get(f"{service.url}/health", trust_env=False)
+    gone = f"the engine at {engine.url} does not answer"
+    assert (health.status_code, health.json()["problems"]) == (503, [gone])
+    assert service.submit(id="after").status_code == 201
+    with answering(tokenizer, port=int(engine.url.rpartition(":")[2])):
+        assert service.events_of("after")[-1][2]["state"] == "ended"
 
 
-def test_deadlines_and_cancels_act_while_no_engine_answers(tokenizer, tokenizer_folder, tmp_path):
-    with ExitStack() as stack:
-        with ScriptedEngine(tokenizer) as engine:
-            arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path)
-            service = stack.enter_context(serving(*arguments))
-            while service.client.get("/health").json()["problems"]:
-                pass
-        recorders = [pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name]
-        os.kill(recorders[0], signal.SIGKILL)
-        service.submit(id="notices", sessions=1)
-        while "does not answer" not in str(service.client.get("/health").json()["problems"]):
+def test_deadlines_and_cancels_act_while_no_engine_answers(tokenizer, serve):
+    with ScriptedEngine(tokenizer) as engine:
+        service = serve(engine.url)
+        while service.client.get("/health").json()["problems"]:
             pass
-        deadline = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
-        service.submit(id="late", deadline=deadline)
-        service.submit(id="cancelled")
-        service.client.delete("/groups/cancelled")
-        ends = {name: service.events_of(name)[-1][2]["state"] for name in ("late", "cancelled")}
-        assert ends == {"late": "expired", "cancelled": "cancelled"}
+    os.kill(service.recorders()[0], signal.SIGKILL)
+    service.submit(id="notices", sessions=1)
+    while "does not answer" not in str(service.client.get("/health").json()["problems"]):
+        pass
+    late = next(f"late-{seconds}" for seconds in (1, 10, 100) if submitted(service, seconds))
+    assert service.events_of(late)[-1][2]["state"] == "expired"
+    service.submit(id="cancelled")
+    service.client.delete("/groups/cancelled")
+    assert service.events_of("cancelled")[-1][2]["state"] == "cancelled"
 
 
-def test_a_group_whose_deadline_stops_a_retry_is_expired(engine, tokenizer_folder, tmp_path):
-    failed_once = tmp_path / "failed-once"
-    script = f"""import pathlib, signal
-if pathlib.Path({str(failed_once)!r}).exists():
+def submitted(service, seconds):
+    return service.submit_before(f"late-{seconds}", seconds, sessions=1)
+
+
+FAILS_ONCE = """import pathlib, signal
+failed = pathlib.Path({!r})
+if failed.exists():
     signal.pause()
-pathlib.Path({str(failed_once)!r}).touch()"""
-    arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path, script)
-    with serving(*arguments) as service:
-        for seconds in (2, 8, 32, 128):  # the first deadline before which the first attempt ends
-            failed_once.unlink(missing_ok=True)
-            deadline = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
-            service.submit(id=f"late-{seconds}", sessions=1, deadline=deadline)
+failed.touch()
+"""
+
+
+def test_a_group_whose_deadline_stops_a_retry_is_expired(engine, serve, tmp_path):
+    failed = tmp_path / "failed"
+    service = serve(engine.url, harness=program(tmp_path, FAILS_ONCE.format(str(failed))))
+    statuses = []
+    for seconds in (2, 8, 32, 128):  # the first deadline before which the first attempt ends
+        failed.unlink(missing_ok=True)
+        if submitted(service, seconds):
             events = service.events_of(f"late-{seconds}")
-            if "infrastructure" in [data.get("status") for _, _, data in events]:
-                break
-        assert "infrastructure" in [data.get("status") for _, _, data in events]
-        assert events[-1][2]["state"] == "expired"
+            assert events[-1][2]["state"] == "expired"
+            statuses += [data.get("status") for _, _, data in events]
+        if "infrastructure" in statuses:
+            break
+    assert "infrastructure" in statuses
 
 
-def test_it_starts_without_one_engine_of_several_names_it_and_takes_it_up(
-    engine, tokenizer, tokenizer_folder, tmp_path
-):
-    late = ScriptedEngine(tokenizer, port=free_port())
-    late.otherwise = lambda request: Say("good.")
+def test_it_starts_without_one_engine_of_several_names_it_and_takes_it_up(engine, tokenizer, serve):
+    late = answering(tokenizer, port=free_port())
     silent = f"http://127.0.0.1:{late.port}"
     urls = [engine.url, silent]
-    arguments = tmp_path / "run", ",".join(urls), tokenizer_folder, program(tmp_path)
     places = asyncio.run(names_of(urls))
-    with serving(*arguments) as service:
-        service.submit(id="g", sessions=places[engine.url])
-        assert service.events_of("g")[-1][2]["state"] == "ended"
-        health = service.client.get("/health")
-        warning = f"the engine at {silent} does not answer"
-        assert (health.status_code, health.json()) == (
-            200,
-            {"ok": True, "problems": [], "warnings": [warning]},
-        )
-        with late:
-            service.submit(id="h", sessions=places[silent])
-            assert service.events_of("h")[-1][2]["state"] == "ended"
-            assert len(late.requests) == len(places[silent])
-            assert service.client.get("/health").json()["warnings"] == []
+    service = serve(",".join(urls))
+    service.complete("g", sessions=places[engine.url])
+    health = service.client.get("/health")
+    warning = f"the engine at {silent} does not answer"
+    assert health.status_code == 200
+    assert health.json() == {"ok": True, "problems": [], "warnings": [warning]}
+    with late:
+        service.complete("h", sessions=places[silent])
+        assert len(late.requests) == len(places[silent])
+        assert service.client.get("/health").json()["warnings"] == []
 
 
 async def names_of(urls):
@@ -182,7 +185,7 @@ def test_the_recorder_is_started_again_and_the_group_goes_on(service, scripted):
     hold(scripted)
     service.submit(id="left", sessions=1)
     scripted.holding.wait()
-    (recorder,) = [pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name]
+    (recorder,) = service.recorders()
     os.kill(recorder, signal.SIGKILL)
     events = service.events_of("left")
     assert (events[-1][1], list(events[-1][2]["rewards"].values())) == ("ended", [1.0])
@@ -196,11 +199,11 @@ def test_a_second_service_of_the_folder_is_refused(service):
     service.process = first
 
 
+POLICY = '{{"kind":"policy","at":"2026-01-01T00:00:00+00:00","version":"{}","adapter":null}}\n'
+
+
 def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scripted):
-    pad = (
-        '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n'
-        % ("v" * 99)
-    )
+    pad = POLICY.format("v" * 99)
     service.stop()
     with (service.run / "service.jsonl").open("a") as journal:
         journal.write(pad * 4_000)  # no other file gets so large
@@ -209,13 +212,12 @@ def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scrip
     service.submit(id="held", sessions=1)
     scripted.holding.wait()
     full = (service.run / "service.jsonl").stat().st_size
-    _, unlimited = resource.prlimit(
-        service.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY)
-    )
+    pid = service.process.pid
+    _, unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
     scripted.release()
     while "File too large" not in "".join(service.client.get("/health").json()["problems"]):
         pass
-    resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
     kinds = [kind for _, kind, _ in service.events_of("held")]
     assert kinds == ["accepted", "session", "ended"]
 
@@ -223,10 +225,7 @@ def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scrip
 def test_a_client_that_never_reads_costs_bounded_memory(service):
     head = (service.run / "service.jsonl").read_text()
     service.stop()
-    line = (
-        '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n'
-        % ("v" * 900)
-    )
+    line = POLICY.format("v" * 900)
     (service.run / "service.jsonl").write_text(head + line * 40_000)
     service.start()
 
@@ -245,64 +244,49 @@ def test_a_client_that_never_reads_costs_bounded_memory(service):
     assert service.client.get("/service").status_code == 200
 
 
+REACHING = {
+    "workspace": {"workspace": "/etc"},
+    "files": {"files": {"x": "/etc/passwd"}},
+    "image": {"image": "/"},
+    "judge": {"judge": {"kind": "command", "command": GOOD, "mounts": {"/x": "/etc"}}},
+    "judge.kind": {"judge": {"kind": "python", "function": "os:system"}},
+    "judge.key_env": {
+        "judge": {"kind": "llm", "rubric": "r", "url": "http://x/v1", "model": "m", "key_env": "K"}
+    },
+}
+
+
 @pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed: tests/run.sh installs it"
 )
-def test_a_task_of_a_client_runs_in_a_box_and_reaches_no_file_of_the_machine(
-    engine, tokenizer_folder, tmp_path
-):
+def test_a_task_of_a_client_runs_in_a_box_and_reaches_no_file_of_the_machine(engine, serve):
     own = {"id": "own", "instruction": "go", "evaluate": GOOD}
-    with serving(
-        tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--runtime", "sandbox"
-    ) as service:
-        assert service.submit(id="a", sessions=1, task=own).status_code == 201
-        assert service.events_of("a")[-1][2]["rewards"] == {"a-0": 1.0}
-        other = service.submit(id="b", sessions=1, task={**own, "instruction": "other"})
-        assert (other.status_code, "was another task before" in other.json()["error"]) == (
-            409,
-            True,
-        )
-        for name, reaching in {
-            "workspace": {"workspace": "/etc"},
-            "files": {"files": {"x": "/etc/passwd"}},
-            "image": {"image": "/"},
-            "judge": {
-                "evaluate": [],
-                "judge": {"kind": "command", "command": GOOD, "mounts": {"/x": "/etc"}},
-            },
-            "judge.kind": {"evaluate": [], "judge": {"kind": "python", "function": "os:system"}},
-            "judge.key_env": {
-                "evaluate": [],
-                "judge": {
-                    "kind": "llm",
-                    "rubric": "r",
-                    "url": "http://x/v1",
-                    "model": "m",
-                    "key_env": "SECRET",
-                },
-            },
-        }.items():
-            refused = service.submit(task={**own, "id": name, **reaching})
-            assert (refused.status_code, f"'{name}'" in refused.json()["error"]) == (
-                422,
-                True,
-            ), refused.json()
-        service.kill()
-        service.start()
-        service.submit(id="c", sessions=1, task=own)
-        assert service.events_of("c")[-1][2]["rewards"] == {"c-0": 1.0}
+    service = serve(engine.url, "--runtime", "sandbox")
+    assert service.complete("a", sessions=1, task=own)[-1][2]["rewards"] == {"a-0": 1.0}
+    other = service.submit(id="b", sessions=1, task={**own, "instruction": "other"})
+    require_refused(other, 409, "was another task before")
+    for name, reaching in REACHING.items():
+        task = {**own, "id": name, **reaching}
+        if "judge" in reaching:
+            del task["evaluate"]
+        require_refused(service.submit(task=task), 422, f"'{name}'")
+    service.kill()
+    service.start()
+    assert service.complete("c", sessions=1, task=own)[-1][2]["rewards"] == {"c-0": 1.0}
 
 
-async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
-    worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
-    groups = Groups(
-        worker, [Task(id="words", instruction="go", evaluate=["true"])], most=9, share=0.5
-    )
-    await groups.load()
-    await groups.submit(GroupRequest(id="a", task="words", sessions=1))
-    result, slow_disk = asyncio.get_running_loop().create_future(), threading.Event()
-    result.set_result([])
+def hold_disk(groups):
+    """Let the events of the journal wait. Return what lets them go on."""
+    slow_disk = threading.Event()
     groups.journal._thread.submit(slow_disk.wait)
+    return slow_disk
+
+
+async def test_nothing_is_told_of_a_group_after_its_end(open_groups):
+    groups = await open_groups()
+    result = asyncio.get_running_loop().create_future()
+    result.set_result([])
+    slow_disk = hold_disk(groups)
     ending = asyncio.create_task(groups.recorded._end("a", result))
     for _ in range(9):  # turns of the loop: its event waits for the disk
         await asyncio.sleep(0)
@@ -312,16 +296,10 @@ async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
     await asyncio.gather(ending, cancelling)
     assert [event["kind"] for _, event in groups.journal.read()] == ["accepted", "ended"]
     assert groups.view("a").state == "ended"
-    groups.journal.close()
 
 
-async def test_failures_before_a_kill_are_retries_after_it(tmp_path):
-    recorder = SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9")
-    worker = SimpleNamespace(recorder=recorder, config=RolloutConfig(retries=2))
-    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
-    groups = Groups(worker, tasks, most=9, share=0.5)
-    await groups.load()
-    await groups.submit(GroupRequest(id="a", task="words", sessions=3))
+async def test_failures_before_a_kill_are_retries_after_it(open_groups):
+    groups = await open_groups(sessions=3)
     failed = ["a-0", "a-0~1", "a-1", "a-1~1", "a-1~2"]
     rows = [Session(session_id=name, group_id="a", status="infrastructure") for name in failed]
     groups.book.open["a"].known = dict.fromkeys(failed, "infrastructure")
@@ -335,21 +313,14 @@ async def test_failures_before_a_kill_are_retries_after_it(tmp_path):
             return ended
 
     groups.recorded.runner = Runner()
-    groups.recorded._failure = asyncio.get_running_loop().create_future()
     await groups.recorded.start("a", Recorded(rows))
     await asyncio.gather(*groups.recorded._work)
     assert submitted == [(["a-0~2", "a-2"], {"a-0~2": 2, "a-2": 0})]
-    groups.journal.close()
 
 
-async def test_a_group_that_comes_while_the_runner_starts_is_run_once(tmp_path):
-    recorder = SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9")
-    worker = SimpleNamespace(recorder=recorder, config=RolloutConfig())
-    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
-    groups = Groups(worker, tasks, most=9, share=0.5)
-    await groups.load()
-    slow_disk = threading.Event()
-    groups.journal._thread.submit(slow_disk.wait)
+async def test_a_group_that_comes_while_the_runner_starts_is_run_once(open_groups):
+    groups = await open_groups(sessions=0)
+    slow_disk = hold_disk(groups)
     submitting = asyncio.create_task(groups.submit(GroupRequest(id="a", task="words", sessions=1)))
     await until(groups.book.changes.locked)
     running = asyncio.create_task(groups.recorded.run())
@@ -365,4 +336,3 @@ async def test_a_group_that_comes_while_the_runner_starts_is_run_once(tmp_path):
     assert groups.view("a").state == "cancelled"
     running.cancel()
     await asyncio.wait([running])
-    groups.journal.close()

@@ -1,23 +1,29 @@
 """Groups that evaluate, groups of forks, and sessions that are cancelled alone."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 import rolltap
 from rolltap.trainer.runs.views.training import EVALUATION
-from rolltap.trainer.service.groups import Groups, QueueFullError
+from rolltap.trainer.service.groups import QueueFullError
 from rolltap.trainer.service.requests import GroupRequest
-from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import Say, ScriptedEngine
-from tests.trainer.service.served import GOOD, TWO_CALLS, hold, program, serving
+from tests.trainer.service.served import (
+    GOOD,
+    TWO_CALLS,
+    hold,
+    program,
+    require_refused,
+    say_good,
+    serving,
+)
 
 
 @pytest.fixture(scope="module")
 def engine(tokenizer):
     with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say("good.")
+        engine.otherwise = say_good
         yield engine
 
 
@@ -31,28 +37,23 @@ def service(engine, tokenizer_folder, tmp_path_factory):
 
 
 def test_an_evaluation_is_recorded_in_a_run_of_its_own_and_its_view_says_so(service):
-    service.submit(id="trained", sessions=1)
-    service.submit(id="held-out", sessions=2, evaluation=True)
-    service.events_of("trained")
-    service.events_of("held-out")
-    view = service.client.get("/groups/held-out").json()
+    service.complete("trained", sessions=1)
+    service.complete("held-out", sessions=2, evaluation=True)
+    view = service.view("held-out")
+    own = {*view["session_ids"]}
     assert view["run"] == str(service.run / EVALUATION)
     assert {each["reward"] for each in view["sessions"]} == {1.0}
     evaluation = rolltap.open_run(view["run"])
-    assert {session.session_id for session in evaluation.sessions()} >= {*view["session_ids"]}
-    own = evaluation.traces().batch(view["session_ids"])
-    assert view["sampled"] == own.ledger.sampled > 0
-    assert {(service.run / EVALUATION / name).is_file() for name in view["shards"]["calls"]} == {
-        True
-    }
+    assert own <= {session.session_id for session in evaluation.sessions()}
+    assert view["sampled"] == evaluation.traces().batch(view["session_ids"]).ledger.sampled > 0
+    for name in view["shards"]["calls"]:
+        assert (service.run / EVALUATION / name).is_file()
     trained = {session.session_id for session in rolltap.open_run(service.run).sessions()}
     assert "trained-0" in trained
-    assert not trained & {*view["session_ids"]}
-    (traces, messages) = (
-        service.client.get(f"/groups/held-out/{what}") for what in ("traces", "messages")
-    )
-    assert {trace["session_id"] for trace in traces.json()["traces"]} == {*view["session_ids"]}
-    assert len(messages.json()) == 2
+    assert not trained & own
+    traces = service.client.get("/groups/held-out/traces").json()["traces"]
+    assert {trace["session_id"] for trace in traces} == own
+    assert len(service.client.get("/groups/held-out/messages").json()) == 2
 
 
 def test_an_evaluation_goes_on_after_a_kill(service, engine):
@@ -65,10 +66,8 @@ def test_an_evaluation_goes_on_after_a_kill(service, engine):
     events = service.events_of("cut")
     outcomes = {data["session_id"]: data["status"] for _, kind, data in events if kind == "session"}
     assert outcomes == {"cut-0": "cancelled", "cut-0~1": "completed"}
-    rows = {
-        each.session_id: each.status
-        for each in rolltap.open_run(service.run / EVALUATION).sessions()
-    }
+    recorded = rolltap.open_run(service.run / EVALUATION).sessions()
+    rows = {session.session_id: session.status for session in recorded}
     assert outcomes.items() <= rows.items()
 
 
@@ -76,9 +75,8 @@ def test_an_evaluation_begins_with_the_published_weights(service, engine):
     engine.weight_version = "7"
     engine.otherwise = lambda request: Say("good.", weight_version="7")
     assert service.client.post("/policy", json={"version": "7"}).status_code == 200
-    service.submit(id="newest", sessions=1, evaluation=True)
-    service.events_of("newest")
-    (session,) = service.client.get("/groups/newest").json()["sessions"]
+    service.complete("newest", sessions=1, evaluation=True)
+    (session,) = service.view("newest")["sessions"]
     assert session["policy_version"] == "7"
     policy = json.loads((service.run / EVALUATION / "policy.json").read_text())
     assert policy["version"] == "7"
@@ -90,8 +88,7 @@ def calls_of(service, session):
 
 
 def test_sessions_fork_a_recorded_one_at_a_call(service, engine):
-    service.submit(id="source", sessions=1)
-    service.events_of("source")
+    service.complete("source", sessions=1)
     first, second = calls_of(service, "source-0")
     asked = len(engine.requests)
     fork = {"session": "source-0", "call": second.call_id}
@@ -106,31 +103,20 @@ def test_sessions_fork_a_recorded_one_at_a_call(service, engine):
     assert service.submit(id="forks", sessions=2).status_code == 409
 
 
-def test_what_cannot_be_forked_is_refused_by_its_field(service):
-    service.submit(id="known", sessions=1)
-    service.events_of("known")
-    (first, _) = calls_of(service, "known-0")
-    wrong = {
-        "there is none": (
-            {"session": "none-0", "call": first.call_id},
-            "words",
-            404,
-            "'fork.session'",
-        ),
-        "another task": (
-            {"session": "known-0", "call": first.call_id},
-            "others",
-            422,
-            "'fork.session'",
-        ),
-        "no call": ({"session": "known-0", "call": "none"}, "words", 422, "'fork.call'"),
-        "no field": ({"session": "known-0"}, "words", 422, "'fork.call' is missing"),
-    }
-    for fork, task, status, message in wrong.values():
-        answer = service.submit(task=task, sessions=1, fork=fork)
-        assert (answer.status_code, message in answer.json()["error"]) == (status, True), (
-            answer.json()
-        )
+@pytest.mark.parametrize(
+    ("fork", "task", "status", "message"),
+    [
+        ({"session": "none-0", "call": "a"}, "words", 404, "'fork.session'"),
+        ({"session": "trained-0", "call": "a"}, "others", 422, "'fork.session'"),
+        ({"session": "trained-0", "call": "none"}, "words", 422, "'fork.call'"),
+        ({"session": "trained-0"}, "words", 422, "'fork.call' is missing"),
+    ],
+    ids=["no session", "another task", "no call", "no field"],
+)
+def test_what_cannot_be_forked_is_refused_by_its_field(service, fork, task, status, message):
+    if service.client.get("/groups/trained").status_code == 404:
+        service.complete("trained", sessions=1)
+    require_refused(service.submit(task=task, sessions=1, fork=fork), status, message)
 
 
 def test_one_session_is_cancelled_and_the_others_of_its_group_go_on(service, engine):
@@ -149,7 +135,7 @@ def test_one_session_is_cancelled_and_the_others_of_its_group_go_on(service, eng
     assert service.events_of("two")[-1][2]["rewards"] == {"two-a": 1.0, "two-b": 1.0}
     assert service.client.delete(path).json()["state"] == "ended"
     unknown = service.client.delete("/groups/one/sessions/one-b")
-    assert (unknown.status_code, "has no session 'one-b'" in unknown.json()["error"]) == (404, True)
+    require_refused(unknown, 404, "has no session 'one-b'")
     assert service.client.delete("/groups/none/sessions/one-a").status_code == 404
 
 
@@ -168,28 +154,18 @@ def test_a_session_that_was_cancelled_is_not_run_after_a_kill(service, engine):
     assert "killed-b" in events[-1][2]["rewards"] or "killed-b~1" in events[-1][2]["rewards"]
 
 
-async def test_a_start_knows_of_a_session_that_was_cancelled(tmp_path):
-    worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
-    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
+async def test_a_start_knows_of_a_session_that_was_cancelled(open_groups):
     for _ in range(2):
-        groups = Groups(worker, tasks, most=9, share=0.5)
-        await groups.load()
-        await groups.submit(GroupRequest(id="a", task="words", sessions=2))
+        groups = await open_groups(sessions=2)
         await groups.cancel_session("a", "a-0")
-        groups.journal.close()
         assert groups.book.open["a"].stopped == {"a-0"}
     assert groups.book.open["a"].unfinished() == {"a-1"}
     assert len(groups.journal) == 2
 
 
-async def test_a_session_whose_attempt_is_retried_still_waits(tmp_path):
-    worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
-    tasks = [Task(id="words", instruction="go", evaluate=["true"])]
-    groups = Groups(worker, tasks, most=2, share=0.5)
-    await groups.load()
-    await groups.submit(GroupRequest(id="a", task="words", sessions=2))
+async def test_a_session_whose_attempt_is_retried_still_waits(open_groups):
+    groups = await open_groups(sessions=2, most=2)
     groups.book.open["a"].known |= {"a-0": "infrastructure", "a-1": "completed"}
     assert groups.book.waiting() == {50: 1}
     with pytest.raises(QueueFullError, match="beside 1 that wait or run"):
         await groups.submit(GroupRequest(id="b", task="words", sessions=2))
-    groups.journal.close()

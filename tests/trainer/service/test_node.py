@@ -23,18 +23,29 @@ from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.steps import fork_group, placed, step_group
 from tests.factories import write_run
 from tests.scripted_engine import Say
-from tests.trainer.service.served import TWO_CALLS, program, serving
+from tests.trainer.service.served import TWO_CALLS, hold, program, serving
 
 OPTIONS = {"rolltap_sampling": json.dumps({"temperature": 0.5})}
 
 
-def worker_of(service, scripted, **other):
-    how = {
-        "harness": str(service.run.parent / "harness.toml"),
-        "engine": scripted.url,
-        "out": service.run,
-    }
-    return ServiceWorker(service.url, **{**how, "options": OPTIONS, **other})
+START = "0a1b2c3d"
+
+
+@pytest.fixture
+def worker_of(service, scripted):
+    """Return a function that makes a training's worker at the service."""
+
+    def worker_of(**other):
+        harness = str(service.run.parent / "harness.toml")
+        how = {"harness": harness, "engine": scripted.url, "out": service.run, "options": OPTIONS}
+        return ServiceWorker(service.url, **{**how, **other})
+
+    return worker_of
+
+
+@pytest.fixture
+def worker(worker_of):
+    return worker_of()
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +56,8 @@ def service(scripted, tokenizer_folder, tmp_path_factory):
         yield service
 
 
-async def run(worker, group, told):
-    async with worker.runner(lambda *what: told.append(what[1:])) as runner:
+async def run(worker, group, advance=lambda *_: None):
+    async with worker.runner(advance) as runner:
         return await (await runner.submit(group))
 
 
@@ -55,24 +66,24 @@ def tasks(service):
     return load_tasks(service.run.parent / "tasks.jsonl")
 
 
-def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, scripted, tasks):
-    worker = worker_of(service, scripted)
+def test_a_step_gets_its_sessions_and_the_next_start_finds_them(worker, scripted, tasks):
     assert worker.fit(tasks) == tasks
-    told = []
-    group = step_group(Version("0a1b2c3d", 2, 0), 0, tasks[0], 2)
+    steps = []
+
+    def advance(line, done, total):
+        steps.append((done, total))
+
+    group = step_group(Version(START, 2, 0), 0, tasks[0], 2)
     with worker:
-        sessions = run_blocking(run(worker, group, told))
-    assert {session.session_id: session.reward for session in sessions} == dict.fromkeys(
-        group.session_ids, 1.0
-    )
-    assert told[-1] == (2, 2)
+        sessions = run_blocking(run(worker, group, advance))
+    rewards = {session.session_id: session.reward for session in sessions}
+    assert rewards == dict.fromkeys(group.session_ids, 1.0)
+    assert steps[-1] == (2, 2)
     assert {call["sampling_params"]["temperature"] for call in scripted.requests[-2:]} == {0.5}
     asked = len(scripted.requests)
-    later = step_group(Version("0a1b2c3d", 2, 5), 0, tasks[0], 2)
-    again = run_blocking(run(worker, later, []))
-    assert {name: session.session_id for name, session in placed(later, again).items()} == dict(
-        zip(later.session_ids, group.session_ids, strict=True)
-    )
+    later = step_group(Version(START, 2, 5), 0, tasks[0], 2)
+    found = placed(later, run_blocking(run(worker, later)))
+    assert [found[name].session_id for name in later.session_ids] == [*group.session_ids]
     assert len(scripted.requests) == asked
 
 
@@ -89,42 +100,33 @@ def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, scripte
     ],
 )
 def test_a_service_that_does_something_else_is_refused(
-    service, scripted, tasks, tmp_path, what, message
+    service, worker_of, tasks, tmp_path, what, message
 ):
     if "out" in what:
         (tmp_path / "service.token").write_text(service.token)
         what = {"out": tmp_path}
     with pytest.raises(InputError, match=re.escape(message)):
-        worker_of(service, scripted, **what).fit(tasks)
+        worker_of(**what).fit(tasks)
 
 
-def test_a_task_that_the_service_does_not_have_as_it_is_is_refused(service, scripted, tasks):
+def test_a_task_that_the_service_does_not_have_as_it_is_is_refused(worker, tasks):
     with pytest.raises(InputError, match="has not the task 'words' as it is: restart it"):
-        worker_of(service, scripted).fit([tasks[0].model_copy(update={"instruction": "other"})])
+        worker.fit([tasks[0].model_copy(update={"instruction": "other"})])
 
 
-def test_a_seed_of_the_service_would_bias_the_loss(service, scripted, tasks, monkeypatch):
-    worker = worker_of(service, scripted)
+def test_a_seed_of_the_service_would_bias_the_loss(worker, tasks):
     said = worker._client.service()
     options = {**said["options"], "rolltap_sampling": '{"seed": 3, "top_p": 0.5}'}
-    monkeypatch.setattr(worker._client, "service", lambda: {**said, "options": options})
+    worker._client.service = lambda: {**said, "options": options}
     with pytest.raises(InputError, match="has the seed 3, and the training None"):
         worker.fit(tasks)
 
 
-def hold_second(scripted):
-    """Let the second of the next calls wait for `scripted.release()`."""
-    scripted.loop.call_soon_threadsafe(scripted._released.clear)
-    scripted.holding.clear()
-    scripted.replies += [Say("good."), Say("good.", hold_after=1)]
-
-
-def test_an_evaluation_is_recorded_apart_with_its_own_sampling(service, scripted, tasks):
-    group = step_group(Version("0a1b2c3d", 3, 0), 0, tasks[0], 1, EVALUATION)
+def test_an_evaluation_is_recorded_apart_with_its_own_sampling(service, worker, scripted, tasks):
+    group = step_group(Version(START, 3, 0), 0, tasks[0], 1, EVALUATION)
     group = replace(group, evaluates=True, sampling={"top_p": 0.25})
-    worker = worker_of(service, scripted)
     with worker:
-        (session,) = run_blocking(run(worker, group, []))
+        (session,) = run_blocking(run(worker, group))
     assert (session.session_id, session.reward) == (*group.session_ids, 1.0)
     sampling = scripted.requests[-1]["sampling_params"]
     assert (sampling["temperature"], sampling["top_p"]) == (0.5, 0.25)
@@ -132,24 +134,23 @@ def test_an_evaluation_is_recorded_apart_with_its_own_sampling(service, scripted
     assert [each.session_id for each in evaluation.sessions()] == [*group.session_ids]
 
 
-def test_forks_repeat_the_session_up_to_their_call(service, scripted, tasks):
-    worker = worker_of(service, scripted)
-    source = step_group(Version("0a1b2c3d", 4, 0), 0, tasks[0], 1)
+def test_forks_repeat_the_session_up_to_their_call(service, worker, scripted, tasks):
+    version = Version(START, 4, 0)
+    source = step_group(version, 0, tasks[0], 1)
     with worker:
-        run_blocking(run(worker, source, []))
+        run_blocking(run(worker, source))
         calls = rolltap.open_run(service.run).calls[source.session_ids[0]]
         last = max(call.started_at for call in calls)
         recorded = RecordedFrom(service.run, source.session_ids[0], last)
-        forks = fork_group(Version("0a1b2c3d", 4, 0), tasks[0], 2, recorded)
+        forks = fork_group(version, tasks[0], 2, recorded)
         asked = len(scripted.requests)
-        sessions = run_blocking(run(worker, forks, []))
+        sessions = run_blocking(run(worker, forks))
     assert {session.session_id for session in sessions} == {*forks.session_ids}
     assert len(scripted.requests) == asked + 2
 
 
-def test_a_session_whose_weights_are_too_old_is_stopped_there(service, scripted, tasks):
-    worker = worker_of(service, scripted)
-    group = step_group(Version("0a1b2c3d", 5, 0), 0, tasks[0], 1)
+def test_a_session_whose_weights_are_too_old_is_stopped_there(worker, scripted, tasks):
+    group = step_group(Version(START, 5, 0), 0, tasks[0], 1)
 
     async def stop():
         told = asyncio.Event()
@@ -162,7 +163,7 @@ def test_a_session_whose_weights_are_too_old_is_stopped_there(service, scripted,
             runner.cancel_running(lambda version: version == "default", "too old")
             return await result
 
-    hold_second(scripted)
+    hold(scripted, Say("good."))
     with worker:
         (session,) = run_blocking(stop())
     scripted.release()
@@ -170,10 +171,9 @@ def test_a_session_whose_weights_are_too_old_is_stopped_there(service, scripted,
 
 
 def test_sessions_go_on_when_the_training_ends_and_the_next_start_gets_them(
-    service, scripted, tasks
+    service, worker, scripted, tasks
 ):
-    worker = worker_of(service, scripted)
-    group = step_group(Version("0a1b2c3d", 6, 0), 0, tasks[0], 1)
+    group = step_group(Version(START, 6, 0), 0, tasks[0], 1)
 
     async def leave():
         async with worker.runner(lambda *_: None) as runner:
@@ -181,43 +181,42 @@ def test_sessions_go_on_when_the_training_ends_and_the_next_start_gets_them(
             await asyncio.to_thread(scripted.holding.wait)
             raise asyncio.CancelledError
 
-    hold_second(scripted)
+    hold(scripted, Say("good."))
     with worker, suppress(asyncio.CancelledError):
         run_blocking(leave())
-    view = service.client.get(f"/groups/{group.group_id}").json()
+    view = service.view(group.group_id)
     assert (view["state"], view["sessions"]) == ("open", [])
     scripted.release()
     with worker:
-        (session,) = run_blocking(run(worker, group, []))
+        (session,) = run_blocking(run(worker, group))
     assert (session.session_id, session.status) == (*group.session_ids, "completed")
 
 
-def test_a_group_that_the_service_refuses_ends_the_runner_with_its_message(
-    service, scripted, tasks
-):
-    worker = worker_of(service, scripted)
+def test_a_group_that_the_service_refuses_ends_the_runner_with_its_message(worker, tasks):
     unknown = tasks[0].model_copy(update={"id": "nowhere"})
-    group = step_group(Version("0a1b2c3d", 7, 0), 0, unknown, 2)
+    group = step_group(Version(START, 7, 0), 0, unknown, 2)
     with worker, pytest.raises(ServiceError, match="'nowhere', which is not loaded"):
-        run_blocking(run(worker, group, []))
+        run_blocking(run(worker, group))
 
 
-class Killed:
-    """A client of a service that was killed, and has no engine since: its recorder has not written
-    the row of the session that the kill interrupted."""
+class Ended:
+    """A client of a service at which each group has ended, with so many sessions."""
 
     url = "http://service"
 
+    def __init__(self, told):
+        self.told = told
+
     async def submit(self, task, *, id, sessions, **_):
         names = [f"{id}-{name}" for name in sessions]
-        sessions = [SessionView(session_id=names[0], status="cancelled")]
+        ended = [SessionView(session_id=name, status="cancelled") for name in names]
         self.view = GroupView(
             id=id,
             task_id=task,
             state="ended",
             accepted_at=datetime.now(UTC),
             session_ids=names,
-            sessions=sessions,
+            sessions=ended[: self.told],
             run="run",
         )
         return self.view
@@ -226,35 +225,19 @@ class Killed:
         return self.view
 
 
-async def test_a_session_whose_row_is_not_written_yet_has_none(tmp_path):
-    write_run(tmp_path)
+@pytest.mark.parametrize(
+    ("told", "evaluates", "recorded"),
+    [(1, False, True), (0, False, False), (0, True, False)],
+    ids=["a row is not written yet", "no session began", "no evaluation began"],
+)
+async def test_a_session_without_a_recorded_row_has_none(tmp_path, told, evaluates, recorded):
+    if recorded:  # after a kill the recorder has not written the row of what it interrupted
+        write_run(tmp_path)
     task = Task(id="words", instruction="go", evaluate=["true"])
-    group = step_group(Version("0a1b2c3d", 8, 0), 0, task, 1)
+    group = replace(step_group(Version(START, 8, 0), 0, task, 1), evaluates=evaluates)
     attempt = SessionAttempt(group.session_ids[0], group)
 
     async def enter(phase): ...
 
-    await ServiceNode(Killed(), tmp_path, {}).run(attempt, enter)
-    assert attempt.row is None
-
-
-class Ended(Killed):
-    """A client of a service at which each group ends before a session of it begins."""
-
-    async def submit(self, task, *, id, sessions, **how):
-        view = await super().submit(task, id=id, sessions=sessions, **how)
-        self.view = view.model_copy(update={"sessions": []})
-        return self.view
-
-
-@pytest.mark.parametrize("evaluates", [True, False])
-async def test_a_group_that_ends_before_anything_is_recorded_has_no_rows(tmp_path, evaluates):
-    task = Task(id="words", instruction="go", evaluate=["true"])
-    group = step_group(Version("0a1b2c3d", 9, 0), 0, task, 1)
-    group = replace(group, evaluates=evaluates)
-    attempt = SessionAttempt(group.session_ids[0], group)
-
-    async def enter(phase): ...
-
-    await ServiceNode(Ended(), tmp_path, {}).run(attempt, enter)
+    await ServiceNode(Ended(told), tmp_path, {}).run(attempt, enter)
     assert attempt.row is None
