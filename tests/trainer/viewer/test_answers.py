@@ -257,7 +257,9 @@ class TestCall:
         face = tokenizer("🙂", add_special_tokens=False)["input_ids"]
         first = make_call(0, face[:1], face[1:])
         second = make_call(1, [1], [2], after=first)
-        run = write_run(tmp_path / "run", first, second, make_session(), model=tokenizer_folder)
+        run = write_run(
+            tmp_path / "run", first, second, make_session(), model=str(tokenizer_folder)
+        )
         with reading(run) as reader:
             assert sent(reader, "api/sessions/s/calls/1")["prompt_pieces"][0][1] == 1
 
