@@ -105,6 +105,13 @@ class Api:
         )
 
 
+def elements_of(table):
+    """Return the elements of a conversation: each is JSON, whose further lines are indented."""
+    text = table.replace("SIGNATURE", sign("c7")).replace("SUMMARY", of_responses.SUMMARY)
+    lines = text.replace("\n    ", " ").strip().splitlines()
+    return tuple(json.loads(line) for line in lines)
+
+
 def streamed(api, context, reply, piece=3, keep_alive=False):
     """Return the bytes of a reply whose text is sent in pieces."""
     encoder = api.dialect.stream_encoder(context)
@@ -234,10 +241,15 @@ def _gemini_echo(whole):
     return {"contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]}
 
 
-CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}
 _TOOL = {"name": LONG, "parameters": {}}
 _ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": GIVEN}}]}
 _FUNCTION = {"type": "function", "name": LONG}
+CHAT_ELEMENTS = """
+{"role": "user", "content": [{"type": "image_url",
+    "image_url": {"url": "https://x.example/a.png"}}]}
+{"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "patch"}}]}
+{"role": "tool", "tool_call_id": "", "name": "wire", "content": "x"}
+"""
 CHAT = Api(
     routes.CHAT,
     "/v1/chat/completions",
@@ -264,15 +276,18 @@ CHAT = Api(
     schema={"response_format": {"type": "json_schema", "json_schema": {"schema": GIVEN}}},
     echoing=_chat_echo,
     assembled=_chat,
-    elements=(
-        {"role": "user", "content": [CHAT_IMAGE]},
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "patch"}}],
-        },
-        {"role": "tool", "tool_call_id": "", "name": "wire", "content": "x"},
-    ),
+    elements=elements_of(CHAT_ELEMENTS),
 )
+RESPONSES_ELEMENTS = """
+{"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}],
+    "encrypted_content": "SIGNATURE"}
+{"role": "assistant", "content": "One more."}
+{"role": "user", "content": [{"type": "input_image", "image_url": "https://x.example/a.png"}]}
+{"type": "additional_tools", "tools": [{"type": "custom", "name": "more"}]}
+{"type": "additional_tools", "tools": [{"type": "function", "name": "agents__spawn"}]}
+{"type": "compaction", "encrypted_content": "SUMMARY"}
+{"type": "compaction_trigger"}
+"""
 RESPONSES = Api(
     routes.RESPONSES,
     "/v1/responses",
@@ -305,22 +320,7 @@ RESPONSES = Api(
     schema={"text": {"format": {"type": "json_schema", "schema": GIVEN}}},
     echoing=_responses_echo,
     assembled=_responses,
-    elements=(
-        {
-            "type": "reasoning",
-            "summary": [{"type": "summary_text", "text": "Hm."}],
-            "encrypted_content": sign("c7"),
-        },
-        {"role": "assistant", "content": "One more."},
-        {
-            "role": "user",
-            "content": [{"type": "input_image", "image_url": "https://x.example/a.png"}],
-        },
-        {"type": "additional_tools", "tools": [{"type": "custom", "name": "more"}]},
-        {"type": "additional_tools", "tools": [{"type": "function", "name": "agents__spawn"}]},
-        {"type": "compaction", "encrypted_content": of_responses.SUMMARY},
-        {"type": "compaction_trigger"},
-    ),
+    elements=elements_of(RESPONSES_ELEMENTS),
     count_target="/v1/responses/input_tokens",
 )
 
@@ -333,10 +333,17 @@ def _messages_echo(whole):
     return _turn(whole["content"], USER)
 
 
-_IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}
-_LATER = of_messages.reference("later")
 _USES = [{"type": "tool_use", "id": i, "name": name, "input": {}} for i, name in CALLS]
 _RESULTS = [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ANSWERED]
+MESSAGES_ELEMENTS = """
+{"role": "assistant", "content": "One more."}
+{"role": "user", "content": [{"type": "image", "source": {"type": "url",
+    "url": "https://x.example/a.png"}}]}
+{"role": "assistant", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+{"role": "user", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "",
+    "content": [{"type": "tool_reference", "tool_name": "later"}]}]}
+"""
 MESSAGES = Api(
     routes.MESSAGES,
     "/v1/messages",
@@ -350,17 +357,19 @@ MESSAGES = Api(
     schema={"output_config": {"format": {"type": "json_schema", "schema": GIVEN}}},
     echoing=_messages_echo,
     assembled=_messages,
-    elements=(
-        {"role": "assistant", "content": "One more."},
-        {"role": "user", "content": [_IMAGE]},
-        {"role": "assistant", "content": [_LATER]},
-        {"role": "user", "content": [_LATER]},
-        {"role": "user", "content": [{**_RESULTS[0], "tool_use_id": "", "content": [_LATER]}]},
-    ),
+    elements=elements_of(MESSAGES_ELEMENTS),
     count_target="/v1/messages/count_tokens",
 )
 _ANY = {"mode": "ANY"}
 _ANSWERS = [{"id": i, "name": dict(CALLS)[i], "response": {"output": "x"}} for i in ANSWERED]
+GEMINI_ELEMENTS = """
+{"role": "model", "parts": [{"functionCall": {"name": "look"}}, {"text": "Hm.", "thought": true}]}
+{"role": "model", "parts": [{"text": "a"}, {"functionCall": {"name": "look"},
+    "thoughtSignature": "SIGNATURE"}]}
+{"role": "function", "parts": {"function_response": {"name": "look", "response": {}}}}
+{"role": "user", "parts": [{"functionResponse": {"id": "c1", "name": "go", "response": {}}}]}
+{"parts": [{"inline_data": {"mime_type": "image/png"}}]}
+"""
 GEMINI = Api(
     routes.GEMINI,
     "/v1beta/models/gemini-x:generateContent",
@@ -388,25 +397,7 @@ GEMINI = Api(
     },
     echoing=_gemini_echo,
     assembled=_gemini,
-    elements=(
-        {
-            "role": "model",
-            "parts": [{"functionCall": {"name": "look"}}, {"text": "Hm.", "thought": True}],
-        },
-        {
-            "role": "model",
-            "parts": [
-                {"text": "a"},
-                {"functionCall": {"name": "look"}, "thoughtSignature": sign("c7")},
-            ],
-        },
-        {"role": "function", "parts": {"function_response": {"name": "look", "response": {}}}},
-        {
-            "role": "user",
-            "parts": [{"functionResponse": {"id": "c1", "name": "go", "response": {}}}],
-        },
-        {"parts": [{"inline_data": {"mime_type": "image/png"}}]},
-    ),
+    elements=elements_of(GEMINI_ELEMENTS),
     count_target="/v1beta/models/gemini-x:countTokens",
     stream_target="/v1beta/models/gemini-x:streamGenerateContent?alt=sse",
 )

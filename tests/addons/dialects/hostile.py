@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 
 
 def cases(table):
-    """Return the rows of a table: a value of JSON, and the words above it, which begin their line."""
+    """Return the rows of a table: a value of JSON, and the words above it.
+
+    Values are indented, words are not.
+    """
     rows = []
     for words, changes in _cases(table):
         rows.append((changes, words))

@@ -277,7 +277,7 @@ def test_arguments_are_an_object_whatever_was_sampled(sampled, expected):
     assert encoded(reply)["content"] == [{**USE, "input": expected}]
 
 
-def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them_and_no_content_is_an_empty_list():
+def test_tool_calls_are_the_reason_before_a_stop_text_and_no_content_is_an_empty_list():
     message = encoded(Reply("", "", [ToolCall("call_1", "look", "{}")], "tool_calls", stop="END"))
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
     empty = encoded(Reply())

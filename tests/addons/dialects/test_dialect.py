@@ -17,7 +17,7 @@ def names(messages):
     return [message.get("name") for message in messages]
 
 
-def test_the_last_call_of_an_id_before_the_result_decides_and_not_the_name_that_the_result_came_with():
+def test_the_last_call_of_an_id_before_the_result_names_it_and_not_the_program():
     conversation = [
         result("c"),
         called("c", "look"),

@@ -440,7 +440,8 @@ def test_what_the_sdk_sends_is_understood():
 
 
 FIELDS = """
-args functionCall function_response id inlineData mode name output parts properties response role text thought
+args functionCall function_response id inlineData mode name output parts properties response role
+text thought
 thoughtSignature type generateContentRequest
 """
 bodies = hostile.bodies([REQUEST, SNAKE_REQUEST], hostile.values(["model", "user"], FIELDS.split()))

@@ -69,7 +69,7 @@ document
 video/mp4
     {"gemini": {"fileData": {"mimeType": "video/mp4", "fileUri": "gs://x"}, "videoMetadata": {}}}
 """
-"""What a text says of a part, and the parts below it, each with its API."""
+"""Kinds that the text names, and below each the parts of this kind, with their API."""
 APIS = {"chat": chat, "responses": responses, "messages": messages, "gemini": gemini}
 
 

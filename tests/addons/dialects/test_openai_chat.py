@@ -225,11 +225,6 @@ Unsupported parameter: 'echo'
 """)
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = hostile.means("""
-tools = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}]
-    {"functions": [], "function_call": null, "logprobs": false, "top_logprobs": 0}
-    {"modalities": ["text"]}
-    {"tools": [{"type": "web_search"}, {"type": "function", "function": {"name": "look",
-        "description": "Looks.", "parameters": {"type": "object"}}}]}
 messages = [{"role": "tool", "content": "x", "tool_call_id": "", "name": "go"}]
     {"messages": [{"role": "tool", "content": "x", "name": "go"}]}
 messages = [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]

@@ -193,6 +193,12 @@ class TestChangedEchoes:
         session.check_continued(session.calls[1][0], 0)
         assert session.prompt([*messages, said("Well."), GO_ON]).parent.call_id == "1"
 
+    @pytest.mark.parametrize("echo", ["Done.", "<think>\nI look.\n</think>\n\nDone."])
+    def test_a_newline_at_the_end_of_a_reply_may_be_missing(self, session, echo):
+        session.add([user("Hi")], assistant_message("Done.\n", "I look.", []))
+        prompt = session.prompt([user("Hi"), said(echo), GO_ON])
+        assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
+
     def test_replies_that_differ_by_a_newline_stay_apart(self, session):
         replies = [said("Hello."), said("Hello.\n")]
         for reply in replies:

@@ -179,7 +179,7 @@ async def test_a_connection_is_opened_only_to_the_target_of_the_last_request(egr
     assert "does not let" in await connect(egress, flow)
 
 
-async def test_no_connection_is_opened_and_a_request_is_refused_when_the_decision_cannot_be_recorded(
+async def test_without_a_record_of_the_decision_nothing_is_connected_to_and_a_request_is_refused(
     egress, record
 ):
     record.side_effect = RuntimeError
@@ -265,42 +265,47 @@ def test_model_calls_pass_and_an_answer_that_is_there_stays(egress, events, meta
     assert (flow.response, events) == (answer, [])
 
 
-NEAR = "/v1/chat/completion"
 USE = "Let the program use OpenAI's Chat Completions or Responses, or Anthropic's Messages"
-BEDROCK = f"the recorder does not serve Bedrock's Converse and InvokeModel. {USE}"
-INTERACTIONS = f"the recorder does not serve Google's Interactions API. {USE}"
+BEDROCK = f"refused: the recorder does not serve Bedrock's Converse and InvokeModel. {USE}"
+INTERACTIONS = f"refused: the recorder does not serve Google's Interactions API. {USE}"
 
 
-@pytest.mark.parametrize(
-    ("url", "told"),
-    [
-        ("https://api.openai.com/v1/completions", ["refused"]),
-        (
-            "https://bedrock.amazonaws.com/model/m/invoke-with-response-stream",
-            [f"refused: {BEDROCK}"],
-        ),
-        ("https://bedrock.amazonaws.com/model/m/converse", [f"refused: {BEDROCK}"]),
-        ("https://google.com/v1beta/interactions", [f"refused: {INTERACTIONS}"]),
-        ("https://pypi.org/v1beta/interactions", ["let through"]),
-        ("https://api.cohere.com/v2/generate", ["refused"]),
-        ("https://generativelanguage.googleapis.com/v2/models/m:generateContent", ["refused"]),
-        ("https://api.openai.com/v1/batches", ["refused"]),
-        (f"https://a.example{NEAR}", ["refused: did you mean /v1/chat/completions?"]),
-        ("https://pypi.org/v9/messages?beta=true", ["let through"]),
-        ("https://pypi.org/v1/chat/%63ompletions/", ["let through"]),
-        # nearly the path of a model call: the business of an allowed host
-        ("https://pypi.org/v1/message", []),
-    ],
-)
-def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_with_advice(
-    egress, events, url, told
-):
-    flow = seen(egress, url, "POST")
-    assert [event.detail for event in events if event.kind == "uncaptured"] == told
-    if url.endswith(NEAR):
-        error = json.loads(flow.response.content)["error"]["message"]
-        advice = told[0].removeprefix("refused: ")
-        assert error == f"POST {flow.request.path} is not served here: {advice}"
+UNCAPTURED = """
+https://api.openai.com/v1/completions                                     refused
+https://bedrock.amazonaws.com/model/m/invoke-with-response-stream         BEDROCK
+https://bedrock.amazonaws.com/model/m/converse                            BEDROCK
+https://google.com/v1beta/interactions                                    INTERACTIONS
+https://pypi.org/v1beta/interactions                                      let through
+https://api.cohere.com/v2/generate                                        refused
+https://generativelanguage.googleapis.com/v2/models/m:generateContent     refused
+https://api.openai.com/v1/batches                                         refused
+https://pypi.org/v9/messages?beta=true                                    let through
+https://pypi.org/v1/chat/%63ompletions/                                   let through
+"""
+"""URLs, and what the event says."""
+
+
+@pytest.mark.parametrize("row", UNCAPTURED.strip().splitlines())
+def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured(egress, events, row):
+    url, told = row.split(maxsplit=1)
+    told = {"BEDROCK": BEDROCK, "INTERACTIONS": INTERACTIONS}.get(told, told)
+    seen(egress, url, "POST")
+    (event,) = events
+    assert (event.kind, event.detail) == ("uncaptured", told)
+
+
+def test_an_allowed_host_may_have_a_path_that_is_nearly_that_of_a_model_call(egress, events):
+    seen(egress, "https://pypi.org/v1/message", "POST")
+    assert events == []
+
+
+def test_a_mistyped_path_of_a_model_call_is_answered_with_advice(egress, events):
+    flow = seen(egress, "https://a.example/v1/chat/completion", "POST")
+    (event,) = events
+    advice = "did you mean /v1/chat/completions?"
+    assert (event.kind, event.detail) == ("uncaptured", f"refused: {advice}")
+    error = json.loads(flow.response.content)["error"]["message"]
+    assert error == f"POST /v1/chat/completion is not served here: {advice}"
 
 
 @pytest.mark.parametrize(

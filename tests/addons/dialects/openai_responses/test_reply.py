@@ -54,7 +54,8 @@ def test_a_trigger_is_the_last_item():
 
 
 NEEDED = """
-slug display_name priority visibility supported_in_api truncation_policy base_instructions shell_type
+slug display_name priority visibility supported_in_api truncation_policy base_instructions
+shell_type
 experimental_supported_tools supported_reasoning_levels support_verbosity
 """
 """Required fields: Codex 0.169 rejects the whole catalogue when one is missing."""

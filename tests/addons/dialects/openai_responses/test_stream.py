@@ -6,9 +6,11 @@ from tests.addons.dialects.apis import RESPONSES, USAGE, events_of, streamed
 
 ITEMS = """
 created in_progress
-output_item.added reasoning_summary_part.added reasoning_summary_text.delta reasoning_summary_text.done
+output_item.added reasoning_summary_part.added reasoning_summary_text.delta
+reasoning_summary_text.done
 reasoning_summary_part.done output_item.done
-output_item.added content_part.added output_text.delta output_text.done content_part.done output_item.done
+output_item.added content_part.added output_text.delta output_text.done content_part.done
+output_item.done
 output_item.added function_call_arguments.delta function_call_arguments.done output_item.done
 output_item.added custom_tool_call_input.delta custom_tool_call_input.done output_item.done
 completed
