@@ -1,4 +1,4 @@
-"""What tests of the endpoint ask, and what they read of its answers."""
+"""Requests of the tests of the endpoint, and parts of its answers."""
 
 from tests.addons.harness import said
 
