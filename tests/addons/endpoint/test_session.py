@@ -199,7 +199,7 @@ class TestIdleSessions:
 
 
 class TestMemory:
-    """The memory that a session keeps of requests, in characters of its messages and bytes of its bodies."""
+    """The memory that a session keeps of requests: of its messages and its bodies."""
 
     def kept(self, harness):
         (session,) = harness.endpoint.sessions.values()
