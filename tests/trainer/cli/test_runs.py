@@ -195,8 +195,8 @@ def test_inspect_shows_rewards_and_the_ledger_and_warns_of_nothing(run):
     ],
 )
 def test_a_row_that_was_changed_under_its_digest_is_told_with_what_to_do(run, command):
-    change_rows(run, "calls", lambda row: row["call_id"] == "s-0", logprobs=[0.0, 0.0])
-    line = command.format(run=run, session="s")
+    change_rows(run, "calls", lambda row: row["call_id"] == "t-0", logprobs=[0.0, 0.0])
+    line = command.format(run=run, session="t")
     ended = run_rolltap(*line.split())
     assert ended.returncode == 0
     assert "changed after " in ended.stderr
