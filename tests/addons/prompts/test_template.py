@@ -352,6 +352,10 @@ class TestTokensOfTurns:
         tail = [assistant("x"), USER]
         assert tokens_of_turns(self.placeholder(changed), AFTER, True, tail, []) == tokens
 
+    def test_there_are_none_when_the_end_of_the_turn_is_written_twice_or_not_at_all(self):
+        for after, ended in ((AFTER, False), (letters("E") + AFTER, True)):
+            assert tokens_of_turns(self.placeholder(), after, ended, [USER], []) is None
+
     @pytest.mark.parametrize(
         "render",
         [mock.Mock(side_effect=ValueError("no")), mock.Mock(return_value=[])],
