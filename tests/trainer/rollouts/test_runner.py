@@ -583,7 +583,7 @@ class TestNodes:
     async def test_the_block_fails_with_its_last_node(self):
         async def fail():
             only = PlayedNode()
-            async with open_runner(only) as running:
+            async with open_runner(only, retries=1) as running:
                 await running.submit(group_of("g", 0))
                 await only.die("g-0")
 
