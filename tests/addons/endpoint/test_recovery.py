@@ -260,8 +260,9 @@ class TestEchoRule:
         recovered = Recovery(RunWriter(session.run), session.rendering).recover("s1")
         recovered.index(routes.MESSAGES.NAME, normal_arguments)
         echo = arguments('{"command": "cd a && ls"}')(reply)
-        recovered.index(session.dialect)
         request = session.decode([user(), echo, result(reply)])
+        assert recovered.conversations.prompt(request).kind == "bridged"
+        recovered.index(session.dialect)
         assert recovered.conversations.prompt(request).kind == "bridged"
 
 
