@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.beneath import allow_owner, opened, opened_parent, remove
 from rolltap.trainer.judges import folders
 from rolltap.trainer.judges.folders import (
     MAX_FILE_BYTES,
@@ -24,8 +25,6 @@ from rolltap.trainer.judges.folders import (
     Refusal,
     TooMuchError,
     Tree,
-    opened,
-    opened_parent,
     parents,
 )
 from rolltap.trainer.tasks.content import RUNNER_FILES, STARTUP, TEST_FILES, matches
@@ -343,7 +342,7 @@ def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: P
     """
     for path in changes.deleted:
         with contextlib.suppress(FileNotFoundError), opened_parent(fresh, path) as (folder, name):
-            folders.allow_owner(folder, stat.S_IRWXU)
+            allow_owner(folder, stat.S_IRWXU)
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:
@@ -355,7 +354,7 @@ def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: P
                 continue
         if entry.kind == "link":
             with opened_parent(fresh, path, create=True) as (folder, name):
-                folders.remove(folder, name)
+                remove(folder, name)
                 os.symlink(entry.target, name, dir_fd=folder)
             continue
         chunks = folders.read_chunks(source, path) if isinstance(source, Path) else [source[path]]

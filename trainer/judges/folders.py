@@ -1,7 +1,6 @@
 """Reading and writing folders that an agent had, without following what it left there.
 
-Every part of a path is opened relative to its folder and without following symbolic links. Nothing
-but regular files is opened: opening a FIFO would wait, opening a device acts.
+Nothing but regular files is opened: opening a FIFO would wait, opening a device acts.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.folders import remove_folder
+from rolltap.trainer.beneath import FOLDER, NEW_FILE, allow_owner, opened_parent, remove
 
 MAX_ENTRIES = 500_000
 """Files and folders in a workspace."""
@@ -25,11 +24,9 @@ MAX_PATH = 4096
 MAX_PATH_BYTES = 64 << 20
 """Characters of all paths in a workspace together."""
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Opens a folder also without the right to read it."""
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK = 1 << 20
 _MAX_TARGET = 4000
 """Characters of a link's text."""
@@ -117,17 +114,9 @@ def _open_folder(folder: Path | str, rights: int, parent: int | None = None) -> 
     here = os.open(folder, _CLOSED_FOLDER, dir_fd=parent)
     try:
         allow_owner(here, rights)
-        return os.open(".", _FOLDER, dir_fd=here)
+        return os.open(".", FOLDER, dir_fd=here)
     finally:
         os.close(here)
-
-
-def allow_owner(descriptor: int, rights: int) -> None:
-    """Give the owner rights on what a descriptor names, if this user is the owner."""
-    mode = os.fstat(descriptor).st_mode
-    if mode & rights != rights:
-        with contextlib.suppress(OSError):  # another user's
-            os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IMODE(mode) | rights)
 
 
 def _scan_folder(
@@ -255,47 +244,6 @@ def read_chunks(root: Path, path: str, rights: int = 0) -> Iterator[bytes]:
             os.close(file)
 
 
-@contextlib.contextmanager
-def opened_parent(root: Path, path: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder of `path` below `root`, as `opened`, and yield its descriptor and the name
-    in it."""
-    parent, _, name = path.rpartition("/")
-    with opened(root, parent, create=create) as folder:
-        yield folder, name
-
-
-@contextlib.contextmanager
-def opened(root: Path, path: str = "", *, create: bool = False) -> Iterator[int]:
-    """Open the folder `path` below `root`, and yield its descriptor.
-
-    With `create`, folders that are missing are made, and what stands in their place is removed.
-    Raises `OSError`.
-    """
-    folder = os.open(root, _FOLDER)
-    try:
-        for part in filter(None, path.split("/")):
-            if create:
-                allow_owner(folder, stat.S_IRWXU)  # a start may have folders that are read-only
-                _make_folder(folder, part)
-            below = os.open(part, _FOLDER, dir_fd=folder)
-            os.close(folder)
-            folder = below
-        if create:
-            allow_owner(folder, stat.S_IRWXU)
-        yield folder
-    finally:
-        os.close(folder)
-
-
-def _make_folder(folder: int, name: str) -> None:
-    try:
-        os.mkdir(name, 0o755, dir_fd=folder)
-    except FileExistsError:
-        if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            os.unlink(name, dir_fd=folder)
-            os.mkdir(name, 0o755, dir_fd=folder)
-
-
 def read_file(root: Path, path: str, limit: int) -> bytes | None:
     """Return a regular file's content below `root`, None if there is none. At most `limit` + 1
     bytes are returned."""
@@ -323,21 +271,9 @@ def write_file(
     mode = 0o755 if executable else 0o644
     with opened_parent(root, path, create=True) as (folder, name):
         remove(folder, name)
-        with os.fdopen(os.open(name, _NEW_FILE, mode, dir_fd=folder), "wb") as output:
+        with os.fdopen(os.open(name, NEW_FILE, mode, dir_fd=folder), "wb") as output:
             for chunk in chunks:
                 digest.update(chunk)
                 output.write(chunk)
             os.fchmod(output.fileno(), mode)
     return digest.hexdigest()
-
-
-def remove(folder: int, name: str) -> None:
-    """Remove a file, a link or a folder with all that is in it, if it is there. Raises `OSError`.
-
-    A folder that cannot be removed stays.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            remove_folder(Path(f"/proc/{os.getpid()}/fd/{folder}/{name}"))
-        else:
-            os.unlink(name, dir_fd=folder)

@@ -18,9 +18,10 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from rolltap.trainer.beneath import opened_parent
 from rolltap.trainer.boxes.runtime import Mount
 from rolltap.trainer.judges.changes import loads_by_itself
-from rolltap.trainer.judges.folders import opened_parent, parents, read_file, scan
+from rolltap.trainer.judges.folders import parents, read_file, scan
 from rolltap.trainer.tasks.content import RUNNER_FILES, TEST_FILES, matches
 from rolltap.trainer.tasks.task import (
     CommandJudge,

@@ -13,14 +13,14 @@ from rolltap.addons.errors import RolltapError
 from rolltap.trainer.boxes.choose import make_runtime
 from rolltap.trainer.boxes.far_side.relay import relayed
 from rolltap.trainer.boxes.hiding import HidingRuntime
-from rolltap.trainer.boxes.inside.archive import (
+from rolltap.trainer.boxes.inside.frames import Stream
+from rolltap.trainer.boxes.remote.archive import (
     TooMuchError,
     pack,
     pack_changes,
     stamps,
     unpack,
 )
-from rolltap.trainer.boxes.inside.frames import Stream
 from rolltap.trainer.boxes.runtime import Box, BoxSpec, Ended, ImageRuntime, Mount, Runtime
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
 from rolltap.trainer.folders import remove_folder

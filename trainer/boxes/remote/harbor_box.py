@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.inside import archive, harbor_program
+from rolltap.trainer.boxes.inside import harbor_program
+from rolltap.trainer.boxes.remote import archive
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended
 from rolltap.trainer.boxes.supervised import LOG_BYTES
 from rolltap.trainer.concurrency import finished, in_folder_thread

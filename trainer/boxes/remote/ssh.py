@@ -9,7 +9,7 @@ connection lasts as long as there are boxes:
 
 When the connection breaks, everything ends on the machine. Sessions that had boxes there fail with
 `OSError`, and the next box has a new connection. Nothing that comes back is trusted: see
-`inside/archive.py`.
+`remote/archive.py`.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.boxes.inside.archive import delete, pack, unpack, write_pipe
 from rolltap.trainer.boxes.inside.frames import LostError, Stream
+from rolltap.trainer.boxes.remote.archive import delete, pack, unpack, write_pipe
 from rolltap.trainer.boxes.remote.connection import Link, Machine, linked
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended, Mount, StopReason
 from rolltap.trainer.concurrency import finished, in_folder_thread, run_blocking, wait_for_end

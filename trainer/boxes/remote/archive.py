@@ -1,8 +1,7 @@
 """Folders as tar streams, for boxes that are on another machine. With the standard library only.
 
-An archive that comes from such a machine may be hostile: every part of a path is opened relative to
-its folder and without following links, and only files, folders and links are written. The filters
-of `tarfile` are not enough for this (CVE-2025-4517).
+An archive that comes from such a machine may be hostile: only files, folders and links are written,
+and only beneath the folder. The filters of `tarfile` are not enough for this (CVE-2025-4517).
 """
 
 import filecmp
@@ -11,11 +10,13 @@ import shutil
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, NamedTuple, Self, cast
+
+from rolltap.trainer.beneath import NEW_FILE, make_folder, opened_parent, remove
 
 MAX_ENTRIES = 1_000_000
 """Files, folders and links of one folder. A judge takes fewer."""
@@ -28,8 +29,6 @@ _HEADER_BYTES = 1 << 20
 """Most bytes between the files of an archive: `tarfile` keeps them in memory."""
 _BLOCK = 512
 _CHUNK = 1 << 20
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = str | os.PathLike[str]
 
 
@@ -133,19 +132,16 @@ def unpack(file: IO[bytes], folder: _PATH, limit: int) -> bool:
     that leads out of the folder or is none, what is no file, folder or link, and what follows a
     damaged part. Raises `OSError` for a fault of this machine.
     """
-    root = os.open(folder, _FOLDER)
     room = _Room(file)
     try:
         with tarfile.open(fileobj=cast(IO[bytes], room), mode="r|", tarinfo=_Member) as tar:
-            return _unpack(tar, room, root, limit)
+            return _unpack(tar, room, folder, limit)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError):
         # `tarfile` checks few of the numbers in headers, and reads headers of headers by recursion
         return False
-    finally:
-        os.close(root)
 
 
-def _unpack(tar: tarfile.TarFile, room: _Room, root: int, limit: int) -> bool:
+def _unpack(tar: tarfile.TarFile, room: _Room, folder: _PATH, limit: int) -> bool:
     whole = True
     left = limit
     number = 0
@@ -159,33 +155,29 @@ def _unpack(tar: tarfile.TarFile, room: _Room, root: int, limit: int) -> bool:
         path = member.name.removeprefix("./")
         if path == "." or _is_deep(path):
             continue
-        parts = _parts(path)
+        path = _beneath(path)
         is_kept = member.isreg() or member.isdir()
         if member.issym():
             is_kept = _is_link(member.linkname)
-        if not parts or not is_kept:
+        if not path or not is_kept:
             whole = False
             continue
-        with _opened(root, parts[:-1], create=True) as parent:
-            _write(parent, parts[-1], member, tar)
+        with opened_parent(folder, path, create=True) as (parent, name):
+            _write(parent, name, member, tar)
     return whole
 
 
 def delete(folder: _PATH, paths: Iterable[str]) -> None:
     """Delete paths below a folder, as far as they are there. Follows no links. Raises `OSError`."""
-    root = os.open(folder, _FOLDER)
-    try:
-        for path in paths:
-            parts = _parts(path)
-            if not parts:
-                continue
-            with (
-                suppress(FileNotFoundError, NotADirectoryError),
-                _opened(root, parts[:-1]) as parent,
-            ):
-                _remove(parent, parts[-1])
-    finally:
-        os.close(root)
+    for path in paths:
+        inside = _beneath(path)
+        if not inside:
+            continue
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            opened_parent(folder, inside) as (parent, name),
+        ):
+            remove(parent, name)
 
 
 def take_changes(new: Path, folder: Path) -> None:
@@ -293,15 +285,16 @@ def _is_deep(path: str) -> bool:
     return len(path) > _MAX_PATH or path.rstrip("/").count("/") >= _MAX_DEPTH
 
 
-def _parts(path: str) -> list[str]:
-    """Return the names of a relative path; none if it may lead out of its folder, or is none."""
-    parts = path.rstrip("/").split("/")
+def _beneath(path: str) -> str:
+    """Return a relative path without a separator at its end; "" if it may lead out of its folder,
+    or is none."""
+    path = path.rstrip("/")
     if not _is_link(path):
-        return []
-    for part in parts:
+        return ""
+    for part in path.split("/"):
         if part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME:
-            return []
-    return parts
+            return ""
+    return path
 
 
 def _is_link(path: str) -> bool:
@@ -312,45 +305,19 @@ def _is_link(path: str) -> bool:
         return False
 
 
-@contextmanager
-def _opened(root: int, parts: Iterable[str], *, create: bool = False) -> Iterator[int]:
-    """Yield a folder below `root`. With `create` it is made, in place of what is no folder."""
-    folder = os.dup(root)
-    try:
-        for part in parts:
-            if create:
-                _make_folder(folder, part)
-            below = os.open(part, _FOLDER, dir_fd=folder)
-            os.close(folder)
-            folder = below
-        yield folder
-    finally:
-        os.close(folder)
-
-
-def _make_folder(parent: int, name: str) -> None:
-    try:
-        os.mkdir(name, 0o755, dir_fd=parent)
-    except FileExistsError:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        if not stat.S_ISDIR(status.st_mode):
-            os.unlink(name, dir_fd=parent)
-            os.mkdir(name, 0o755, dir_fd=parent)
-
-
 def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
     mode = member.mode & 0o777
     if member.isdir():
-        _make_folder(parent, name)
+        make_folder(parent, name)
         os.chmod(name, mode | stat.S_IRWXU, dir_fd=parent)
         return
-    _remove(parent, name)
+    remove(parent, name)
     if member.issym():
         os.symlink(member.linkname, name, dir_fd=parent)
         return
     content = tar.extractfile(member)
     assert content is not None
-    descriptor = os.open(name, _NEW_FILE, 0o600, dir_fd=parent)
+    descriptor = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
     with os.fdopen(descriptor, "wb") as file:
         shutil.copyfileobj(content, file, _CHUNK)
         file.flush()
@@ -359,13 +326,3 @@ def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile
         with suppress(ValueError, OverflowError, OSError):
             nanoseconds = int(member.mtime * 1e9)
             os.utime(file.fileno(), ns=(nanoseconds, nanoseconds))
-
-
-def _remove(parent: int, name: str) -> None:
-    """Remove a file, a link or a folder with all that is in it, if it is there."""
-    with suppress(FileNotFoundError):
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(name, dir_fd=parent)
-        else:
-            os.unlink(name, dir_fd=parent)

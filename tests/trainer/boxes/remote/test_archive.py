@@ -7,8 +7,8 @@ import tarfile
 
 import pytest
 
-from rolltap.trainer.boxes.inside import archive
-from rolltap.trainer.boxes.inside.archive import (
+from rolltap.trainer.boxes.remote import archive
+from rolltap.trainer.boxes.remote.archive import (
     delete,
     pack,
     pack_changes,
@@ -245,7 +245,7 @@ def test_more_files_than_a_folder_may_have_are_left_out(target, arrives, monkeyp
 UNPACKS = """
 import io, resource, sys, tarfile
 from pathlib import Path
-from rolltap.trainer.boxes.inside.archive import unpack
+from rolltap.trainer.boxes.remote.archive import unpack
 
 class Stream:
     def __init__(self, kind):
