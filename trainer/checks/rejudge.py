@@ -26,8 +26,8 @@ from rolltap.trainer.judges.check import check_judges
 from rolltap.trainer.judges.judge import judge_changes, on_copy
 from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.judges.verdict import Judged
+from rolltap.trainer.locks import workplace
 from rolltap.trainer.rollouts.check import build_images, fit_tasks
-from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.preparation import Starts
 from rolltap.trainer.rollouts.session import count_suspicions
 from rolltap.trainer.runs.views.inspect import find_session_id

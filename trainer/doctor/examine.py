@@ -27,8 +27,8 @@ from rolltap.trainer.doctor.scripted_model import (
     next_reply,
 )
 from rolltap.trainer.judges.command import read_end
+from rolltap.trainer.locks import workplace
 from rolltap.trainer.rollouts.harness import Harness, reported_version
-from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.traces.facts import model_places
 from rolltap.trainer.traces.reader import RecordedCalls

@@ -21,6 +21,7 @@ from typing import Any
 from rolltap.addons.engine.policy import POLICY_FILE, UNPUBLISHED
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.locks import workplace
 from rolltap.trainer.nodes.facts import Examined, examine, require_alike
 from rolltap.trainer.nodes.messages import (
     EndedAttempt,
@@ -34,7 +35,6 @@ from rolltap.trainer.nodes.messages import (
     require_ray,
 )
 from rolltap.trainer.nodes.rows import Shard, keep_calls
-from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.node import Node, SessionAttempt
 from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.rollouts.resume import NOT_RUN

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import run_blocking
+from rolltap.trainer.locks import workplace
 from rolltap.trainer.nodes.messages import Failure, Setup
 from rolltap.trainer.rollouts.check import check_engines
-from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.preparation import SessionContext
 from rolltap.trainer.rollouts.resume import changed_parts
 from rolltap.trainer.rollouts.worker import keys_of

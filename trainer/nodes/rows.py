@@ -27,8 +27,8 @@ from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter
 from rolltap.trainer.judges.archive import SUFFIX
+from rolltap.trainer.locks import share_recorders_lock
 from rolltap.trainer.nodes.messages import Package, recorded
-from rolltap.trainer.rollouts.mitmdump import share_recorders_lock
 from rolltap.trainer.rollouts.resume import interrupted_sessions
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.traces.reader import load_sessions

@@ -27,6 +27,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.options import is_loopback
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import run_blocking
+from rolltap.trainer.locks import rollout_lock
 from rolltap.trainer.nodes.attach import attached
 from rolltap.trainer.nodes.facts import (
     Installation,
@@ -38,7 +39,6 @@ from rolltap.trainer.nodes.facts import (
 from rolltap.trainer.nodes.fleet import Fleet
 from rolltap.trainer.nodes.messages import Setup
 from rolltap.trainer.rollouts.config import RolloutConfig
-from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.runner import GroupRunner
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task

@@ -8,8 +8,8 @@ from rolltap.trainer.boxes.process import ProcessRuntime
 from rolltap.trainer.boxes.runtime import Ended
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.judges.command import judge_here
+from rolltap.trainer.locks import workplace
 from rolltap.trainer.rollouts.harness import Harness, Provenances
-from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.traces.facts import Facts

@@ -30,8 +30,9 @@ from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.boxes.environment import Proxy
 from rolltap.trainer.engine.status import served_by
+from rolltap.trainer.locks import workplace
 from rolltap.trainer.rollouts import mitmdump
-from rolltap.trainer.rollouts.mitmdump import Mitmdump, workplace
+from rolltap.trainer.rollouts.mitmdump import Mitmdump
 from rolltap.trainer.traces.facts import Facts, session_facts
 from rolltap.trainer.traces.reader import SessionRows
 

@@ -22,10 +22,10 @@ from rolltap.trainer.console import Advance, plain_console, watched
 from rolltap.trainer.descriptors import make_room
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.judges.check import check_judges
+from rolltap.trainer.locks import rollout_lock, workplace
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness, Provenance
-from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
 from rolltap.trainer.rollouts.preparation import SessionContext
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import (

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from rolltap.addons.errors import InputError, RunError
+from rolltap.trainer.locks import rollout_lock
 from rolltap.trainer.nodes import fleet as fleet_module
 from rolltap.trainer.nodes.facts import Examined
 from rolltap.trainer.nodes.fleet import deal
-from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.node import NodeLostError
 from rolltap.trainer.tasks.task import Task
 from tests.factories import write_run

@@ -9,7 +9,7 @@ import pytest
 import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.rollouts.mitmdump import rollout_lock
+from rolltap.trainer.locks import rollout_lock
 from tests.deep import cases
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ASK

@@ -11,8 +11,9 @@ import threading
 import pytest
 
 from rolltap.addons.errors import RecorderError, RunError
-from rolltap.trainer.rollouts import mitmdump
-from rolltap.trainer.rollouts.mitmdump import Mitmdump, reasons, rollout_lock, workplace
+from rolltap.trainer import locks
+from rolltap.trainer.locks import rollout_lock, workplace
+from rolltap.trainer.rollouts.mitmdump import Mitmdump, reasons
 from tests.boxes import wait_until_dead
 from tests.trainer.judges.sessions import nest
 
@@ -210,7 +211,7 @@ def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(
     with refused, rollout_lock(run, lambda: True):  # the start is stopped
         pass
     with monkeypatch.context() as patched:
-        patched.setattr(mitmdump, "LEFT_SECONDS", 0.0)
+        patched.setattr(locks, "LEFT_SECONDS", 0.0)
         with refused, rollout_lock(run):
             pass
     entered = threading.Event()
@@ -235,7 +236,7 @@ def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(
 
 
 HOLD = """
-from rolltap.trainer.rollouts.mitmdump import workplace
+from rolltap.trainer.locks import workplace
 with workplace() as folder:
     (folder / "file").touch()
     print(folder, flush=True)
