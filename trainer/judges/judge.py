@@ -153,7 +153,7 @@ async def _judge(spec: Judge, job: JudgeJob) -> Judged:
     judged = await _attempt(spec, job)
     if judged.reward is None:
         return await _without_verdict(judged, spec, job)
-    return await _checked(judged, spec, job)
+    return await _against_start(judged, spec, job)
 
 
 def _combine(spec: SeveralJudges, found: dict[str, Judged]) -> Judged:
@@ -199,7 +199,7 @@ async def _without_verdict(first: Judged, spec: OneJudge | LLMJudge, job: JudgeJ
     if "forged_report" not in first.evidence:
         last = await _attempt(spec, job)
         if last.reward is not None:
-            return await _checked(last.and_evidence(first_judged=first.unjudged), spec, job)
+            return await _against_start(last.and_evidence(first_judged=first.unjudged), spec, job)
         if not last.broke:
             both = f"{first.unjudged}; judged again: {last.unjudged}"
             return dataclasses.replace(last, unjudged=both)
@@ -211,37 +211,51 @@ async def _without_verdict(first: Judged, spec: OneJudge | LLMJudge, job: JudgeJ
     return Judged(reward=worst_reward(spec), evidence=evidence)
 
 
-async def _checked(judged: Judged, spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
-    """Compare a verdict with that on the untouched start, where only this tells what it means.
+async def _against_start(judged: Judged, spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
+    """Compare a verdict with the verdict on the untouched start, where this tells what it means.
 
-    Tests that passed before and none of which passes on the untouched start are the sign of a
-    broken installation. Files and limits of the judge that were changed while it ran, and a report
-    without the tests that must fail, are a forger's, unless the untouched start's are so too.
+    If no test of `pass_to_pass` passes, on the untouched start neither, the installation is broken.
+    A good verdict may be a forger's: see `_forgery`.
     """
-    worst = worst_reward(spec)
-    rewritten = set(judged.evidence.get("rewritten", ()))
     canary = judged.evidence.get("canary")
-    none_passes = canary is not None and judged.parts.get("pass_to_pass") == 0.0
-    if not none_passes and (judged.reward == worst or not (rewritten or canary == "absent")):
-        return judged
-    start = await _judge_start(spec, job)
-    if none_passes:
+    if canary is not None and judged.parts.get("pass_to_pass") == 0.0:
+        start = await _judge_start(spec, job)
         if start.parts.get("pass_to_pass"):
             return judged
         why = "no test of 'pass_to_pass' passes on the untouched start"
         why += f"; the output of the judge is in {job.log.name}"
         return Judged(unjudged=why, evidence=judged.evidence)
-    if rewritten - set(start.evidence.get("rewritten", ())):
-        why = "the judge's own files or limits were changed while it ran"
-    elif canary != "absent" or start.evidence.get("canary") == "absent":
+    worst = worst_reward(spec)
+    is_odd = bool(judged.evidence.get("rewritten")) or canary == "absent"
+    if judged.reward == worst or not is_odd:
         return judged
-    elif start.reward is None:
+    start = await _judge_start(spec, job)
+    try:
+        forgery = _forgery(judged, start)
+    except UnjudgedError as error:
+        return Judged(unjudged=str(error), evidence=judged.evidence)
+    if forgery is None:
+        return judged
+    return dataclasses.replace(judged, reward=worst).and_evidence(forged_report=forgery)
+
+
+def _forgery(judged: Judged, start: Judged) -> str | None:
+    """Return why a verdict is a forger's, or None.
+
+    Signs of it are files or limits of the judge that were changed while it ran, and a report
+    without the tests that must fail, unless the untouched `start` has the same sign.
+
+    Raises `UnjudgedError` for such a report if the untouched start has no report to compare.
+    """
+    rewritten = set(judged.evidence.get("rewritten", ()))
+    if rewritten - set(start.evidence.get("rewritten", ())):
+        return "the judge's own files or limits were changed while it ran"
+    if judged.evidence.get("canary") != "absent" or start.evidence.get("canary") == "absent":
+        return None
+    if start.reward is None:
         why = "the report lacks the tests that must fail, and the untouched start has no report"
-        why += f": {start.unjudged}"
-        return Judged(unjudged=why, evidence=judged.evidence)
-    else:
-        why = "the report lacks tests that pytest ran on the untouched start"
-    return dataclasses.replace(judged, reward=worst).and_evidence(forged_report=why)
+        raise UnjudgedError(f"{why}: {start.unjudged}")
+    return "the report lacks tests that pytest ran on the untouched start"
 
 
 async def _judge_start(spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
@@ -276,13 +290,21 @@ async def _attempt(spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     A command that names pytest is judged by its report too, if it makes one on the untouched start:
     a test can end pytest with status 0.
     """
-    is_start = job.result is None
     by_report = _by_report(spec)
-    if by_report is None or not (is_start or "canary" in (await _judge_start(spec, job)).evidence):
+    if by_report is None:
         return await _ask(spec, job)
-    judged = await _ask(by_report, job)
-    if judged.reward is None:
-        return await _ask(spec, job) if is_start else judged
+    is_start = job.result is None
+    if is_start:
+        judged = await _ask(by_report, job)
+        if judged.reward is None:
+            return await _ask(spec, job)
+    else:
+        start = await _judge_start(spec, job)
+        if "canary" not in start.evidence:  # without a report
+            return await _ask(spec, job)
+        judged = await _ask(by_report, job)
+        if judged.reward is None:
+            return judged
     passed = judged.reward == 1.0 and judged.evidence["exit_status"] == 0
     reward = best_reward(spec) if passed else worst_reward(spec)
     return dataclasses.replace(judged, reward=reward).and_evidence(judge=spec.kind)

@@ -13,6 +13,7 @@ import pytest
 from rolltap.addons.errors import RecorderError, RunError
 from rolltap.trainer import locks
 from rolltap.trainer.locks import rollout_lock, workplace
+from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, reasons
 from tests.boxes import wait_until_dead
 from tests.trainer.judges.sessions import nest
