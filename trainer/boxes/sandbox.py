@@ -22,7 +22,7 @@ from rolltap.trainer.boxes.inside.seccomp_filter import seccomp_filter
 from rolltap.trainer.boxes.programs import SYSTEM, projects_around, tool_folders
 from rolltap.trainer.boxes.runtime import BoxSpec, Ended
 from rolltap.trainer.boxes.supervised import (
-    STARTS,
+    PROGRAM_THREADS,
     Supervised,
     end,
     made,
@@ -185,7 +185,7 @@ class SandboxBox:
     ) -> Ended:
         """Run a program: see `Box.run`."""
         limits = self._spec.limits
-        arguments = await finished_in(STARTS, self._arguments, command, env)
+        arguments = await finished_in(PROGRAM_THREADS, self._arguments, command, env)
         with _Pipes() as pipes:
             pipes.write_arguments(arguments)
             async with (
@@ -350,9 +350,9 @@ class SandboxRuntime(HidingRuntime):
         for tool in self.tools:
             require_narrow(tool, spec.workspace)
         spec = replace(spec, limits=spec.limits.of_isolated())
-        bwrap = await finished_in(STARTS, _find_bwrap)
+        bwrap = await finished_in(PROGRAM_THREADS, _find_bwrap)
         async with made(new_folder, remove_folder) as etc:
-            await finished_in(STARTS, write_etc, etc)
+            await finished_in(PROGRAM_THREADS, write_etc, etc)
             yield SandboxBox(self, spec, etc, bwrap)
 
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:

@@ -127,15 +127,16 @@ def _close_to_readers(descriptor: int) -> None:
         os.fchown(descriptor, _NOBODY, _NOBODY)
 
 
-STARTS = ThreadPoolExecutor(4, "rolltap-starts")
+PROGRAM_THREADS = ThreadPoolExecutor(4, "rolltap-starts")
 """Threads that start programs, and make what they need. A start takes milliseconds, which the event
 loop does not have, and mostly of a core, so that more of them at a time would only be slower."""
 
 
 @asynccontextmanager
 async def made(make: Callable[[], T], remove: Callable[[T], None]) -> AsyncIterator[T]:
-    """Yield the result of `make`, which is called in a thread of `STARTS`, and `remove` it in a
-    thread.
+    """Yield the result of `make`, and `remove` it at the end.
+
+    `make` is called in a thread of `PROGRAM_THREADS`, and `remove` in a thread.
 
     Raises what `make` raises. A caller that is cancelled meanwhile leaves nothing behind.
     """
@@ -145,7 +146,7 @@ async def made(make: Callable[[], T], remove: Callable[[T], None]) -> AsyncItera
         results.append(make())
 
     try:
-        await finished_in(STARTS, call)
+        await finished_in(PROGRAM_THREADS, call)
         yield results[0]
     finally:
         for result in results:
@@ -253,7 +254,7 @@ class Supervised:
             await readable(descriptor)
         finally:
             os.close(descriptor)
-        return await finished_in(STARTS, self.process.wait)
+        return await finished_in(PROGRAM_THREADS, self.process.wait)
 
     def _read(self, message: bytes) -> int:
         if not message:
@@ -288,7 +289,7 @@ async def start(command: Sequence[str], **how: Any) -> AsyncIterator[Supervised]
         started.append(Supervised(command, **how))
 
     try:
-        await finished_in(STARTS, call)
+        await finished_in(PROGRAM_THREADS, call)
         await started[0].started_async()
         yield started[0]
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rolltap.addons.concurrency import finished_in
 from rolltap.trainer.boxes.runtime import Accept
-from rolltap.trainer.boxes.supervised import STARTS
+from rolltap.trainer.boxes.supervised import PROGRAM_THREADS
 
 PORT = 3128
 """Port of a box's loopback that leads to the recorder."""
@@ -35,7 +35,7 @@ async def way_out(pid: int, accept: Accept, port: int = PORT) -> AsyncIterator[N
             with listening_socket(pid, port) as listener:
                 stack.enter_context(accept(listener))
 
-        await finished_in(STARTS, open_port)
+        await finished_in(PROGRAM_THREADS, open_port)
         yield
 
 

@@ -21,7 +21,7 @@ from rolltap.trainer.checks.cheats import CHEATS, Cheat, Ground
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.console import progress_bar
 from rolltap.trainer.folders import remove_folder, scratch_folder
-from rolltap.trainer.judges.changes import AgentResult, find_changes
+from rolltap.trainer.judges.changes import AgentFolders, find_changes
 from rolltap.trainer.judges.check import check_judges
 from rolltap.trainer.judges.command import last_line, quote_last_line
 from rolltap.trainer.judges.folders import write_file
@@ -283,7 +283,7 @@ class _Trial:
                 judged = replace(judged, unjudged=quote_last_line(judged.unjudged, job.log))
             return judged
 
-    def box_of(self, made: AgentResult, name: str) -> BoxSpec:
+    def box_of(self, made: AgentFolders, name: str) -> BoxSpec:
         """Return the box of a judgement. Only that of the solution sees the solution."""
         mounts = []
         if name == "solution" and self.task.solution is not None:

@@ -55,7 +55,7 @@ _OF_THE_MACHINE = frozenset(
 """Errors of reading that are not the agent's."""
 
 
-class AgentResult(NamedTuple):
+class AgentFolders(NamedTuple):
     """The folders of this machine that an agent left."""
 
     workspace: Path

@@ -17,7 +17,7 @@ from rolltap.trainer.boxes.runtime import Box, BoxSpec, Mount
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.changes import (
-    AgentResult,
+    AgentFolders,
     Changes,
     apply_changes,
     is_of_the_machine,
@@ -161,8 +161,8 @@ async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
         except TooMuchError as error:
             raise UnjudgedError(f"what {spec.run[0]!r} left cannot be judged: {error}") from error
         refused = {**checkout.changes.refused, **changes.refused}
-        result = AgentResult(checkout.workspace, checkout.workspace.parent / "home")
-        yield replace(job, result=result, changes=replace(changes, refused=refused))
+        result = AgentFolders(checkout.workspace, checkout.workspace.parent / "home")
+        yield replace(job, folders=result, changes=replace(changes, refused=refused))
 
 
 @asynccontextmanager
@@ -170,7 +170,7 @@ async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout
     """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it
     cannot be made."""
     laid = None
-    if job.ahead is not None and job.result is not None:
+    if job.ahead is not None and job.folders is not None:
         laid = await job.ahead.take(spec)
     folder, tests = laid or await lay_out(job, spec)
     workspace = folder / "workspace"
@@ -215,7 +215,7 @@ def _apply(
     tests: set[str],
 ) -> Changes:
     """Apply the agent's changes to a workspace, and return those that were applied."""
-    if job.result is None:
+    if job.folders is None:
         return job.changes
     changes = select(
         job.changes,
@@ -223,10 +223,10 @@ def _apply(
         spec,
         tests,
         job.start.folder,
-        job.result.workspace,
+        job.folders.workspace,
     )
     try:
-        apply_changes(changes, job.result.workspace, workspace)
+        apply_changes(changes, job.folders.workspace, workspace)
     except OSError as error:
         if is_of_the_machine(error):
             raise

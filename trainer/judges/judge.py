@@ -26,7 +26,7 @@ from typing import Any
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end
 from rolltap.trainer.folders import remove_folder
 from rolltap.trainer.judges.archive import SUFFIX, keep_changes
-from rolltap.trainer.judges.changes import AgentResult, Changes, printable
+from rolltap.trainer.judges.changes import AgentFolders, Changes, printable
 from rolltap.trainer.judges.checkout import Checkout, after_run, open_checkout
 from rolltap.trainer.judges.command import (
     judge_by_command,
@@ -94,17 +94,17 @@ async def fault_on_start(job: JudgeJob) -> str:
 
 
 @asynccontextmanager
-async def on_copy(job: JudgeJob, work: Path) -> AsyncIterator[tuple[JudgeJob, AgentResult]]:
+async def on_copy(job: JudgeJob, work: Path) -> AsyncIterator[tuple[JudgeJob, AgentFolders]]:
     """Yield the job of a session that no harness runs, and its folders, which are below `work`.
 
     Its workspace is a copy of the start, in which the caller makes changes. Raises `OSError`.
     """
     folder = Path(tempfile.mkdtemp(dir=work))
-    result = AgentResult(folder / "workspace", folder / "home")
+    result = AgentFolders(folder / "workspace", folder / "home")
     try:
         result.home.mkdir()
         await in_folder_thread(job.start.copy_to, result.workspace)
-        yield dataclasses.replace(job, result=result), result
+        yield dataclasses.replace(job, folders=result), result
     finally:
         await run_to_end(remove_folder, folder)
 
@@ -118,10 +118,10 @@ async def judge(job: JudgeJob) -> Judged:
     Raises `InputError` for a task that cannot be judged here, `MissingPackageError` for a package
     that its judge needs, and `OSError` for a fault of this machine, for instance a full disk.
     """
-    assert job.result is not None
+    assert job.folders is not None
     spec = job.task.effective_judge
     try:
-        changes = await job.find_changes(job.result.workspace)
+        changes = await job.find_changes(job.folders.workspace)
     except TooMuchError as error:
         evidence = {"judge": spec.kind, "too_much": str(error)}
         return Judged(reward=worst_reward(spec), evidence=evidence)
@@ -130,10 +130,10 @@ async def judge(job: JudgeJob) -> Judged:
 
 
 def _keep(changes: Changes, job: JudgeJob) -> None:
-    assert job.result is not None
+    assert job.folders is not None
     (job.logs / f"{job.name}.diff").write_text(changes.diff, encoding="utf-8")
     archive = job.logs / f"{job.name}{SUFFIX}"
-    keep_changes(changes, job.start, job.result.workspace, archive)
+    keep_changes(changes, job.start, job.folders.workspace, archive)
 
 
 async def judge_changes(job: JudgeJob) -> Judged:
@@ -262,25 +262,34 @@ async def _judge_start(spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     """Return the judgement of the untouched start. A verdict is made once; a judge that had none is
     asked again."""
     task = job.task
-    start = dataclasses.replace(
+    untouched = dataclasses.replace(
         job,
-        result=None,
+        folders=None,
         changes=Changes(),
         name=f"{job.name}.start",
     )
-    facts = (spec, start.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
-    key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
-    return await _baselines.get(key, partial(_attempt_start, spec, start))
+    facts = (
+        spec,
+        job.start.digest,
+        job.runtime.name,
+        task.image,
+        task.workdir,
+        task.instruction,
+        sorted(task.env.items()),
+        task.limits,
+    )
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()
+    return await _baselines.get(key, partial(_attempt_start, spec, untouched))
 
 
-async def _attempt_start(spec: OneJudge | LLMJudge, start: JudgeJob) -> Judged:
-    judged = await _attempt(spec, start)
+async def _attempt_start(spec: OneJudge | LLMJudge, untouched: JudgeJob) -> Judged:
+    judged = await _attempt(spec, untouched)
     if judged.unjudged is None:
         return judged
-    output = read_end(start.log)
-    asked = start.task.instruction
+    output = read_end(untouched.log)
+    asked = untouched.task.instruction
     lacks = judged.lacks or missing_module(output, asked) or missing_program(output, asked)
-    why = quote_last_line(judged.unjudged, start.log)
+    why = quote_last_line(judged.unjudged, untouched.log)
     return dataclasses.replace(judged, unjudged=why, lacks=lacks)
 
 
@@ -293,7 +302,7 @@ async def _attempt(spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     by_report = _by_report(spec)
     if by_report is None:
         return await _ask(spec, job)
-    is_start = job.result is None
+    is_start = job.folders is None
     if is_start:
         judged = await _ask(by_report, job)
         if judged.reward is None:
@@ -358,7 +367,7 @@ async def _ask_in(checkout: Checkout, spec: OneJudge, job: JudgeJob) -> Judged:
     elif spec.log_parser is not None:
         judged = await judge_by_log(spec, spec.log_parser, checkout)
     else:
-        judge_start = None if job.result is None else partial(_judge_start, spec, job)
+        judge_start = None if job.folders is None else partial(_judge_start, spec, job)
         judged = await judge_by_report(spec, checkout, judge_start)
     rewritten = await in_folder_thread(checkout.rewritten)
     rewritten += judged.evidence.get("rewritten", ())

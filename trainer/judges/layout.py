@@ -18,7 +18,7 @@ from rolltap.trainer.boxes.environment import Proxy
 from rolltap.trainer.boxes.runtime import Runtime
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
 from rolltap.trainer.folders import remove_folder
-from rolltap.trainer.judges.changes import AgentResult, Changes, apply_changes, find_changes
+from rolltap.trainer.judges.changes import AgentFolders, Changes, apply_changes, find_changes
 from rolltap.trainer.judges.folders import Entry, scan
 from rolltap.trainer.judges.protected import OneJudge
 from rolltap.trainer.judges.verdict import UnjudgedError
@@ -65,7 +65,7 @@ class JudgeJob:
     runtime: Runtime
     name: str
     logs: Path
-    result: AgentResult | None = None
+    folders: AgentFolders | None = None
     changes: Changes = field(default_factory=Changes)
     engine_urls: Sequence[str] = ()
     ahead: "Ahead | None" = None
@@ -118,7 +118,7 @@ async def lay_out(job: JudgeJob, spec: OneJudge) -> tuple[Path, set[str]]:
     Returns it, and the paths of the tests. They come before the agent's changes, so that nothing of
     these is there yet when they are written.
     """
-    beside = job.result.workspace.parent if job.result is not None else None
+    beside = job.folders.workspace.parent if job.folders is not None else None
     folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
     try:
         return folder, await in_folder_thread(_lay_in, job, spec, folder)

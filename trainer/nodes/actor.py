@@ -25,7 +25,6 @@ from rolltap.trainer.locks import workplace
 from rolltap.trainer.nodes.facts import Examined, examine, require_alike
 from rolltap.trainer.nodes.messages import (
     EndedAttempt,
-    EnteredPhase,
     Failure,
     Package,
     Policies,
@@ -35,7 +34,7 @@ from rolltap.trainer.nodes.messages import (
     require_ray,
 )
 from rolltap.trainer.nodes.rows import Shard, keep_calls
-from rolltap.trainer.rollouts.node import Node, SessionAttempt
+from rolltap.trainer.rollouts.node import EnteredPhase, Node, SessionAttempt
 from rolltap.trainer.rollouts.queue import Phase
 from rolltap.trainer.rollouts.resume import NOT_RUN
 from rolltap.trainer.runs.views.training import EVALUATION
@@ -51,7 +50,7 @@ _WAITING: dict[EnteredPhase, Phase] = {"running": "ready", "judging": "ran"}
 
 
 @dataclass(slots=True)
-class _Running:
+class _HostedSession:
     """An attempt that is here. `phase` is the phase that it is in, or waits in."""
 
     attempt: SessionAttempt
@@ -80,7 +79,7 @@ class NodeActor:
         self._news = asyncio.Event()
         self._failure: Failure | None = None
         self._begun: set[int] = set()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _HostedSession] = {}
         self._phases: list[tuple[int, EnteredPhase]] = []
         self._ended: list[EndedAttempt] = []
         self._report: Report | None = None
@@ -149,7 +148,7 @@ class NodeActor:
             return
         self._begun.add(number)
         task = asyncio.create_task(self._run(number, self._node, attempt, forked))
-        self._running[number] = _Running(attempt, task)
+        self._running[number] = _HostedSession(attempt, task)
         task.add_done_callback(partial(self._end, number))  # of one that never began, too
 
     @recorded
@@ -265,7 +264,7 @@ class NodeActor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @staticmethod
-    def _stop(running: _Running, why: str) -> None:
+    def _stop(running: _HostedSession, why: str) -> None:
         running.attempt.why_stopped = why
         running.task.cancel()
 

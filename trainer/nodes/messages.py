@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rolltap.addons import errors
 from rolltap.addons.engine.key import KEY_FILE
@@ -13,11 +13,10 @@ from rolltap.addons.errors import MissingPackageError, RolltapError, install_com
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.node import EnteredPhase
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.traces.facts import Facts
 
-EnteredPhase = Literal["running", "judging"]
-"""A phase of a session that needs a slot."""
 P = ParamSpec("P")
 T = TypeVar("T")
 

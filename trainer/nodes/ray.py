@@ -9,8 +9,8 @@ from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import wait_for_end
 from rolltap.trainer.nodes.fleet import LOST_SECONDS, Fleet, Member
-from rolltap.trainer.nodes.messages import EndedAttempt, EnteredPhase, Report
-from rolltap.trainer.rollouts.node import Enter, NodeLostError, SessionAttempt
+from rolltap.trainer.nodes.messages import EndedAttempt, Report
+from rolltap.trainer.rollouts.node import Enter, EnteredPhase, NodeLostError, SessionAttempt
 from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.traces.facts import Facts
 
@@ -21,7 +21,7 @@ _News = EnteredPhase | EndedAttempt | Exception
 
 
 @dataclass(slots=True)
-class _Running:
+class _AwaitedSession:
     """An attempt in the actor. `news` tells the phases that it asks for, its end, or an error."""
 
     attempt: SessionAttempt
@@ -38,7 +38,7 @@ class RayNode:
         self.slots = slots
         self.member = member
         self._fleet = fleet
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _AwaitedSession] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._error: Exception | None = None
@@ -49,7 +49,7 @@ class RayNode:
         if self._error is not None:
             raise self._lost()
         number = next(self.member.attempts)
-        running = _Running(attempt)
+        running = _AwaitedSession(attempt)
         self._running[number] = running
         self._idle.clear()
         try:
@@ -85,7 +85,7 @@ class RayNode:
         await self._lose(error)
         return error
 
-    async def _run(self, number: int, running: _Running, enter: Enter) -> Facts:
+    async def _run(self, number: int, running: _AwaitedSession, enter: Enter) -> Facts:
         attempt = running.attempt
         forked = None
         if attempt.group.fork is not None:
@@ -108,7 +108,7 @@ class RayNode:
                 return news.facts
             # the actor stopped it, because it can run no further session: `follow` says why
 
-    async def _stop(self, number: int, running: _Running) -> None:
+    async def _stop(self, number: int, running: _AwaitedSession) -> None:
         """Stop a session, and wait for its row. A node that does not stop it is ended."""
         await self._ask("cancel", number, running.attempt.why_stopped)
         try:
@@ -175,7 +175,7 @@ class RayNode:
         return NodeLostError(str(self._error))
 
 
-async def _wait_for_end(running: _Running) -> None:
+async def _wait_for_end(running: _AwaitedSession) -> None:
     """Wait until the actor tells the end of an attempt, or is lost."""
     news = await running.news.get()
     while not isinstance(news, EndedAttempt | Exception):

@@ -11,7 +11,9 @@ from rolltap.trainer.rollouts.queue import Slots
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.traces.facts import Facts
 
-Enter = Callable[[Literal["running", "judging"]], Awaitable[None]]
+EnteredPhase = Literal["running", "judging"]
+"""A phase of a session that needs a slot."""
+Enter = Callable[[EnteredPhase], Awaitable[None]]
 """Waits for the slot of a phase, and leaves the slot of the phase before."""
 
 

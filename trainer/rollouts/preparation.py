@@ -20,7 +20,7 @@ from rolltap.trainer.boxes.runtime import Box, BoxSpec, ImageRuntime, Runtime
 from rolltap.trainer.boxes.watch import disk_bytes
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end, submit_folder_work
 from rolltap.trainer.folders import remove_folder
-from rolltap.trainer.judges.changes import AgentResult
+from rolltap.trainer.judges.changes import AgentFolders
 from rolltap.trainer.judges.judge import fault_on_start
 from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.rollouts.config import RolloutConfig
@@ -216,7 +216,7 @@ async def require_judge(context: SessionContext, job: JudgeJob) -> None:
     name = job.task.id
     if context.digests[name] in context.judged:
         return
-    start = replace(job, name=name, result=None)
+    start = replace(job, name=name, folders=None)
     why = await context.faults.get(name, partial(fault_on_start, start))
     if why:
         raise InputError(f"task {name!r}: {why}")
@@ -224,7 +224,7 @@ async def require_judge(context: SessionContext, job: JudgeJob) -> None:
 
 @asynccontextmanager
 async def prepared(
-    context: SessionContext, session: Session, task: Task, folders: AgentResult
+    context: SessionContext, session: Session, task: Task, folders: AgentFolders
 ) -> AsyncIterator[tuple[JudgeJob, Box]]:
     """Yield the box of a session, with its workspace, and what its judge will need. Raises
     `OSError` and `InputError`.
@@ -242,7 +242,7 @@ async def prepared(
         task=task,
         start=start,
         runtime=runtime,
-        result=folders,
+        folders=folders,
         name=session.session_id,
         logs=recorder.path / "logs",
         engine_urls=recorder.engine.split(","),

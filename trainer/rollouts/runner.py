@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from rolltap.addons.errors import RecorderError, RolltapError, UnreadableModelError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import SessionName
-from rolltap.trainer.rollouts.node import Node, SessionAttempt
+from rolltap.trainer.rollouts.node import EnteredPhase, Node, SessionAttempt
 from rolltap.trainer.rollouts.outcomes import Failures, Tally
 from rolltap.trainer.rollouts.queue import Action, Phase, SessionQueue
 from rolltap.trainer.rollouts.resume import NOT_RUN, Group
@@ -51,7 +51,7 @@ class _SubmittedGroup:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningSession:
     """An attempt that is on a node."""
 
     attempt: SessionAttempt
@@ -111,7 +111,7 @@ class GroupRunner:
         self._failures: dict[str, Failures] = {}
         """Node -> its infrastructure failures in a row."""
         self._groups: dict[str, _SubmittedGroup] = {}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningSession] = {}
         self._named: set[str] = set()
         """Tasks that cannot be run, and were named."""
         self._tasks = asyncio.TaskGroup()
@@ -323,7 +323,7 @@ class GroupRunner:
             attempt.retried_seconds = now - begun_at
         submitted.running[session_id] = attempt
         task = self._tasks.create_task(self._run(attempt, submitted, node))
-        self._running[session_id] = _Running(attempt, node, task)
+        self._running[session_id] = _RunningSession(attempt, node, task)
 
     async def _run(self, attempt: SessionAttempt, submitted: _SubmittedGroup, node: Node) -> None:
         session_id = attempt.session_id
@@ -331,7 +331,7 @@ class GroupRunner:
         running.begun = True
         judged_from = math.inf
 
-        async def enter(phase: Literal["running", "judging"]) -> None:
+        async def enter(phase: EnteredPhase) -> None:
             nonlocal judged_from
             running.slot = asyncio.Event()
             if phase == "running":

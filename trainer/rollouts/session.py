@@ -24,7 +24,6 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
@@ -33,14 +32,14 @@ from rolltap.trainer.boxes.environment import CERTIFICATES, clean_environment
 from rolltap.trainer.boxes.runtime import Box, Ended
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.folders import remove_folder
-from rolltap.trainer.judges.changes import AgentResult
+from rolltap.trainer.judges.changes import AgentFolders
 from rolltap.trainer.judges.command import last_line
 from rolltap.trainer.judges.folders import open_to_owner
 from rolltap.trainer.judges.judge import judge, prepare_ahead
 from rolltap.trainer.judges.layout import Ahead, JudgeJob
 from rolltap.trainer.judges.verdict import Judged
 from rolltap.trainer.phases import PhaseClock, send_spans
-from rolltap.trainer.rollouts.node import Enter, SessionAttempt
+from rolltap.trainer.rollouts.node import Enter, EnteredPhase, SessionAttempt
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.preparation import SessionContext, prepared
 from rolltap.trainer.rollouts.queue import Slots
@@ -102,7 +101,7 @@ async def run_session(context: SessionContext, attempt: SessionAttempt, enter: E
     session = new_session(context, attempt)
     clock = PhaseClock("preparing", queued=attempt.queued_seconds, retried=attempt.retried_seconds)
 
-    async def enter_timed(phase: Literal["running", "judging"]) -> None:
+    async def enter_timed(phase: EnteredPhase) -> None:
         clock.enter("queued")
         await enter(phase)
         clock.enter(phase)
@@ -177,7 +176,7 @@ async def _play(context: SessionContext, session: Session, group: Group, enter: 
     log = recorder.path / "logs" / f"{session.session_id}.log"
     log.parent.mkdir(exist_ok=True)
     folder = context.work / secrets.token_hex(4)
-    folders = AgentResult(folder / "workspace", folder / "home")
+    folders = AgentFolders(folder / "workspace", folder / "home")
     ahead: Ahead | None = None
     try:
         async with prepared(context, session, task, folders) as (job, box):
@@ -284,10 +283,10 @@ async def _judge(session: Session, job: JudgeJob) -> Judged:
     what an agent made. `OSError`, `InputError` and `RecorderError` are raised: a fault of this
     machine, of the task or of the recorder is none of the agent's.
     """
-    assert job.result is not None
+    assert job.folders is not None
     try:
         # the agent may have closed its home to this user
-        await in_folder_thread(open_to_owner, job.result.home)
+        await in_folder_thread(open_to_owner, job.folders.home)
         judged = await judge(job)
     except (OSError, InputError, RecorderError):
         raise

@@ -41,7 +41,7 @@ from rolltap.trainer.training.attempt import Attempt, claimed_attempt, online_fi
 from rolltap.trainer.training.evaluation import Evaluations
 from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import FINISHED, Recipe
-from rolltap.trainer.training.rollouts import AsyncRollouts, CompleteGroup, Starts
+from rolltap.trainer.training.rollouts import AsyncRollouts, CompleteGroup, StalenessBound
 from rolltap.trainer.training.serving import Serving, published_folder
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.steps import (
@@ -161,12 +161,14 @@ class OnlineTraces(Source):
         self._trained = TrainedBatches(self._run)
         size = recipe.groups_per_step
         begun = len(self._trained) * size
-        starts = Starts(recipe.max_staleness, size, recipe.steps, self._untaken(), begun=begun)
+        bound = StalenessBound(
+            recipe.max_staleness, size, recipe.steps, self._untaken(), begun=begun
+        )
         share = 0.0
         if recipe.evaluation is not None:
             share = recipe.evaluation.share
         self._rollouts = AsyncRollouts(
-            starts,
+            bound,
             partial(self._worker.runner, share=share),
             finished=self._ended_before,
         )

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Starts:
+class StalenessBound:
     """The groups that may start, of `size` groups a step: at most `(max_staleness + step + 1) *
     size`, and their forks.
 
@@ -97,12 +97,12 @@ class AsyncRollouts:
 
     def __init__(
         self,
-        starts: Starts,
+        bound: StalenessBound,
         open_runner: Callable[[Advance], AbstractAsyncContextManager[GroupRunner]],
         *,
         finished: Callable[[Group], Mapping[str, Session]],
     ) -> None:
-        self._starts = starts
+        self._bound = bound
         self._open = open_runner
         self._finished = finished
         self._show: Advance = lambda *_: None
@@ -135,7 +135,7 @@ class AsyncRollouts:
     async def publish(self, step: int) -> None:
         """Let groups start with published weights. `step` is the number of steps that are
         trained."""
-        self._starts.step = step
+        self._bound.step = step
         await self._start()
 
     @_in_loop
@@ -146,7 +146,7 @@ class AsyncRollouts:
     @_in_loop
     async def replace(self) -> None:
         """Let another group start in place of one that was taken and counts for no step."""
-        self._starts.replace()
+        self._bound.replace()
         await self._start()
 
     @_in_loop
@@ -204,7 +204,7 @@ class AsyncRollouts:
         raise self._ended.exception() or RolltapError("the rollouts have ended")
 
     async def _start(self) -> None:
-        for number, group in self._starts.take():
+        for number, group in self._bound.take():
             await self._submit(number, group)
 
     async def _submit(self, number: int, group: Group) -> None:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field, replace
 
 from rolltap.trainer.boxes.process import ProcessRuntime
-from rolltap.trainer.judges.changes import AgentResult
+from rolltap.trainer.judges.changes import AgentFolders
 from rolltap.trainer.judges.judge import fault_on_start, judge, prepare_ahead
 from rolltap.trainer.judges.layout import JudgeJob
 from rolltap.trainer.tasks.content import Start
@@ -42,14 +42,14 @@ class Left:
             task=task,
             start=self.start,
             runtime=self.runtime,
-            result=AgentResult(self.workspace, self.home),
+            folders=AgentFolders(self.workspace, self.home),
             name="t-0",
             logs=self.logs,
             **given,
         )
 
     async def fault_on_start(self, spec):
-        return await fault_on_start(replace(self.job(spec), result=None))
+        return await fault_on_start(replace(self.job(spec), folders=None))
 
     async def judge(self, spec, instruction="Mend it.", **given):
         job = self.job(spec, instruction, **given)

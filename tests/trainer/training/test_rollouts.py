@@ -12,7 +12,7 @@ from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.names import Version
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.training.rollouts import AsyncRollouts, Starts
+from rolltap.trainer.training.rollouts import AsyncRollouts, StalenessBound
 from rolltap.trainer.training.steps import step_group
 
 TASK = Task(id="a", instruction="go", evaluate=["true"])
@@ -48,12 +48,12 @@ def test_no_group_starts_too_early_none_is_lost_and_the_training_never_waits_for
             begun.setdefault(group, step)
             running.append(group)
 
-    starts = Starts(staleness, size, steps, untaken())
+    starts = StalenessBound(staleness, size, steps, untaken())
     for step in range(steps):
         if data.draw(st.booleans(), label="the training was killed"):
             running = []
             complete = []
-            starts = Starts(staleness, size, steps, untaken(), begun=step * size)
+            starts = StalenessBound(staleness, size, steps, untaken(), begun=step * size)
         starts.step = step
         start()
         wanted = size
@@ -143,7 +143,7 @@ def opened():
         runners.append(Played(advance))
         return runners[0]
 
-    starts = Starts(1, 1, 9, numbered())
+    starts = StalenessBound(1, 1, 9, numbered())
     with AsyncRollouts(starts, open_runner, finished=lambda group: {}) as rollouts:
         yield rollouts, runners[0]
 
