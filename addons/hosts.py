@@ -70,7 +70,12 @@ def is_named(patterns: Collection[Pattern], host: str, port: int) -> bool:
     return any(pattern.host == name and pattern.has_port(port) for pattern in patterns)
 
 
-def is_permitted_address(patterns: Collection[Pattern], host: str, address: str, port: int) -> bool:
+def is_permitted_address(
+    patterns: Collection[Pattern],
+    host: str,
+    address: str,
+    port: int,
+) -> bool:
     """Return True unless an allowed host turned out to be on this machine or in a private network.
 
     `address` is one that the host has. One that is not public needs a pattern of its own;

@@ -38,7 +38,13 @@ _PR_SET_PDEATHSIG = 1
 def plain_console(*, quiet: bool = False) -> Console:
     """Return a console on stderr for plain text: without markup and highlights, and a line is not
     wrapped."""
-    return Console(stderr=True, quiet=quiet, soft_wrap=True, markup=False, highlight=False)
+    return Console(
+        stderr=True,
+        quiet=quiet,
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
 
 
 @contextmanager

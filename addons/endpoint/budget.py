@@ -70,7 +70,14 @@ class Used:
     calls: int = 0
     tokens: int = 0
 
-    def add(self, status: str, num_sampled: int, error: str | None, *, fault: bool = False) -> None:
+    def add(
+        self,
+        status: str,
+        num_sampled: int,
+        error: str | None,
+        *,
+        fault: bool = False,
+    ) -> None:
         """Count a call that has ended.
 
         `error` is that of the call's row, `fault` True for a call that failed for a reason of ours.

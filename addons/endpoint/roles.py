@@ -193,7 +193,13 @@ class SessionRoles:
         self.tools_seen |= bool(tools)
         return earlier
 
-    def complete(self, call_id: str, role: CallRole, opening: bytes, reply: Message) -> None:
+    def complete(
+        self,
+        call_id: str,
+        role: CallRole,
+        opening: bytes,
+        reply: Message,
+    ) -> None:
         """Note the reply of a completed call."""
         self._roles[call_id] = role
         if role == "compaction":

@@ -78,7 +78,13 @@ class OwnModel:
         own = Path(self.name).resolve()
         return any(Path(name).is_dir() and Path(name).resolve() == own for name in names)
 
-    async def compare(self, ask: Ask, url: str, root: str, model: str) -> str | None:
+    async def compare(
+        self,
+        ask: Ask,
+        url: str,
+        root: str,
+        model: str,
+    ) -> str | None:
         """Return a warning if an engine's model has another name or folder (`root`), or cannot be
         compared. Raises `WrongModel`."""
         serves = f"the engine at {url} serves {root}"

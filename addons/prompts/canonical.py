@@ -39,7 +39,12 @@ def canonical(message: Message, model_call: ModelCall) -> str:
     Reasoning and the issuing call (`call_id`) are left out.
     """
     content = message.get("content", "")
-    kept = {**message, "content": content, "reasoning_content": "", "call_id": ""}
+    kept = {
+        **message,
+        "content": content,
+        "reasoning_content": "",
+        "call_id": "",
+    }
     if message["role"] != "assistant":
         kept["content"] = steady(content) if model_call.again else content
     elif not content.strip():

@@ -302,7 +302,13 @@ class History:
             match.reason = self._why_new(conversation)
         return match
 
-    def add(self, turn: Turn, conversation: Conversation, reply: Message, kind: CallKind) -> None:
+    def add(
+        self,
+        turn: Turn,
+        conversation: Conversation,
+        reply: Message,
+        kind: CallKind,
+    ) -> None:
         """Record a completed call.
 
         `conversation` has the messages after its parent's conversation and reply.

@@ -11,7 +11,12 @@ _ONE = message_tool_call("functions.look:0", "look", {"string": "é"})
 _AWKWARD = message_tool_call(
     "functions.listen:1",
     "listen",
-    {"string": ' "x"\n<y> {z}, 3 ', "integer": 3, "boolean": True, "array": [1, {"a": "b"}]},
+    {
+        "string": ' "x"\n<y> {z}, 3 ',
+        "integer": 3,
+        "boolean": True,
+        "array": [1, {"a": "b"}],
+    },
 )
 USER: Message = {"role": "user", "content": "Look."}
 TURNS: dict[str, Message] = {

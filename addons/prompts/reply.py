@@ -373,7 +373,12 @@ class SampledReply:
         return min(bisect_left(self._lengths, length), len(self._lengths) - 1)
 
 
-def read_text(family: Family, prompt_end: str, text: str, tools: Sequence[Tool]) -> Reply:
+def read_text(
+    family: Family,
+    prompt_end: str,
+    text: str,
+    tools: Sequence[Tool],
+) -> Reply:
     """Return the reply in a whole `text`, which follows a prompt that ends with `prompt_end`."""
     reply, _ = ReplyParser(family, prompt_end, ModelCall("", [], [*tools])).finish(text)
     return reply

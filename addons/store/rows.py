@@ -123,7 +123,12 @@ def _salvaged(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Ro
 def empty_row(schema: pa.Schema) -> Row:
     """Return the row of an empty record."""
     if schema is CALL_SCHEMA:
-        return Call(session_id="", call_id="", prompt_ids=[], status="failed").to_row()
+        return Call(
+            session_id="",
+            call_id="",
+            prompt_ids=[],
+            status="failed",
+        ).to_row()
     if schema is SESSION_SCHEMA:
         return Session(session_id="", status="unknown").to_row()
     if schema is ROUTING_SCHEMA:

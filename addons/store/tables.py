@@ -47,7 +47,12 @@ MOST_LATE = 10_000
 """Number of faults that wait to be committed. Those over it are lost."""
 
 
-def add_table(name: str, schema: pa.Schema, row: type[BaseModel], own_column: str) -> None:
+def add_table(
+    name: str,
+    schema: pa.Schema,
+    row: type[BaseModel],
+    own_column: str,
+) -> None:
     """Make a table known that no recorder writes.
 
     `row` is what its rows hold. No other table has a column of the name `own_column`.

@@ -106,7 +106,10 @@ def nearest(path: Path, layers: Mapping[Path, bool]) -> tuple[Path, bool | None]
 
 
 def private_paths(
-    run: Path, tasks: Iterable[Task], files: Iterable[Path] = (), tools: Iterable[Path] = ()
+    run: Path,
+    tasks: Iterable[Task],
+    files: Iterable[Path] = (),
+    tools: Iterable[Path] = (),
 ) -> list[Path]:
     """Return what sessions must not see, wherever it lies: runs, tasks, `files`, the home and the
     temporary folder.

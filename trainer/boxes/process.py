@@ -19,7 +19,12 @@ class ProcessBox:
         self.proxy = spec.proxy
 
     async def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
     ) -> Ended:
         """Run a program: see `Box.run`."""
         spec = self._spec

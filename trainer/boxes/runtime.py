@@ -110,7 +110,12 @@ class Box(Protocol):
     """The recorder as programs in the box reach it, `HOST:PORT`; None without network."""
 
     async def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
     ) -> Ended:
         """Run a program in the workspace, with an empty stdin and its output in the file `log`.
 

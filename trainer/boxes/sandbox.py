@@ -171,7 +171,13 @@ _INSTALL = (
 class SandboxBox:
     """A view of the machine, and the programs that run in it, each in namespaces of its own."""
 
-    def __init__(self, runtime: HidingRuntime, spec: BoxSpec, etc: Path, bwrap: str) -> None:
+    def __init__(
+        self,
+        runtime: HidingRuntime,
+        spec: BoxSpec,
+        etc: Path,
+        bwrap: str,
+    ) -> None:
         self._runtime = runtime
         self._spec = spec
         self._etc = etc
@@ -181,7 +187,12 @@ class SandboxBox:
         self.proxy = None if spec.accept is None else f"127.0.0.1:{PORT}"
 
     async def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
     ) -> Ended:
         """Run a program: see `Box.run`."""
         limits = self._spec.limits
@@ -220,7 +231,12 @@ class SandboxBox:
         return View(self._spec, self._etc, self._runtime.layers(command)).arguments(env)
 
     async def _run(
-        self, program: Supervised, pid: int, pipes: "_Pipes", timeout: float, log: Path
+        self,
+        program: Supervised,
+        pid: int,
+        pipes: "_Pipes",
+        timeout: float,
+        log: Path,
     ) -> Ended:
         """Let the program begin in the box whose first process is `pid`, and wait for its end."""
         spec = self._spec
@@ -285,7 +301,12 @@ class _Pipes:
             os.write(self._block, b"\0")
 
 
-def _as_ended(status: int, words: bytes, program: str, log: Path) -> Ended:
+def _as_ended(
+    status: int,
+    words: bytes,
+    program: str,
+    log: Path,
+) -> Ended:
     """Return how a program ended. bubblewrap tells an exit code only of a program that was started.
 
     It ends with 128 and the number of the signal that ended the program.
@@ -325,11 +346,20 @@ class SandboxRuntime(HidingRuntime):
         bwrap = _find_bwrap()
         seccomp_filter()
         with scratch_folder() as place:
-            spec = BoxSpec(name="check", workspace=place, workdir="/workspace", home=place)
+            spec = BoxSpec(
+                name="check",
+                workspace=place,
+                workdir="/workspace",
+                home=place,
+            )
             view = View(spec, write_etc(place), self.layers())
             command = [bwrap, *view.arguments({}), "--", "/usr/bin/env"]
             done = subprocess.run(
-                command, env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+                command,
+                env={},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
             )
         if done.returncode:
             said = done.stderr.strip()

@@ -80,7 +80,13 @@ def doctor_command(
         exit_unless(not found.problems)
         return
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
-    diagnosis = examine(command, harness=preset, timeout=timeout, options=settings, tool=tool)
+    diagnosis = examine(
+        command,
+        harness=preset,
+        timeout=timeout,
+        options=settings,
+        tool=tool,
+    )
     print_result(diagnosis, as_json)
     if not diagnosis.problems and not as_json:
         given = ["--model", "MODEL", "--out", "runs/first"]

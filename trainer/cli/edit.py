@@ -33,7 +33,12 @@ from rolltap.trainer.names import counted
 _RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
 
 
-def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command], Command]:
+def _accepted(
+    flag: str,
+    name: str,
+    help: str,
+    **how: Any,
+) -> Callable[[Command], Command]:
     """Return an option of accepted values."""
     return click.option(flag, name, multiple=True, help=f"{help} Repeatable.", **how)
 
@@ -67,7 +72,12 @@ def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command]
     type=click.Choice(get_args(CallRole)),
 )
 @json_option
-def filter_command(run: Path, out: Path, as_json: bool, **criteria: Any) -> None:
+def filter_command(
+    run: Path,
+    out: Path,
+    as_json: bool,
+    **criteria: Any,
+) -> None:
     """Write some sessions of a RUN to a new run.
 
     They are those that meet every given criterion. An option that is given several times accepts
@@ -203,7 +213,13 @@ def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
     help="Write N runs with about the same number of sessions. No group is divided.",
 )
 @json_option
-def split_command(run: Path, out: Path, by: str | None, parts: int | None, as_json: bool) -> None:
+def split_command(
+    run: Path,
+    out: Path,
+    by: str | None,
+    parts: int | None,
+    as_json: bool,
+) -> None:
     """Write the sessions of a RUN to several runs.
 
     They are folders in --out, named after their part. Events without a session go to the first

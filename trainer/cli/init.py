@@ -38,7 +38,12 @@ _MODEL = "../../../runs/quickstart/model"
     is_flag=True,
     help="Ask nothing: without --program an agent of 40 lines is written, too.",
 )
-def init_command(folder: Path, program: str | None, model: str | None, yes: bool) -> None:
+def init_command(
+    folder: Path,
+    program: str | None,
+    model: str | None,
+    yes: bool,
+) -> None:
     """Write a preset, a task with its judge and a recipe into FOLDER.
 
     FOLDER must be new or empty. The files run as they are: replace the task and its judge by your

@@ -345,7 +345,13 @@ def _print_trace(trace: rolltap.Trace) -> None:
     help="Number of requests at the same time.",
 )
 @json_option
-def score_command(run: Path, engine: str, name: str, as_json: bool, **how: Any) -> None:
+def score_command(
+    run: Path,
+    engine: str,
+    name: str,
+    as_json: bool,
+    **how: Any,
+) -> None:
     """Store the log-probabilities of another model in a RUN.
 
     They are those of every sampled token. They are for `teacher` of a recipe, or for a trainer of

@@ -92,4 +92,12 @@ def service_command(
     how = {name: given.pop(name) for name in own}
     config = RolloutConfig.of({**given, "recorder": settings})
     how["say"] = plain_console().print
-    serve_rollouts(tasks, harness=preset, engine=engine, model=model, out=run, config=config, **how)
+    serve_rollouts(
+        tasks,
+        harness=preset,
+        engine=engine,
+        model=model,
+        out=run,
+        config=config,
+        **how,
+    )

@@ -113,7 +113,12 @@ def judge_command(run: Path, as_json: bool, **given: Any) -> None:
     Exit status 1: a session could not be judged, or its judge gave no reward.
     """
     found = judge_again(run, **given)
-    console = Console(soft_wrap=True, highlight=False, markup=False, quiet=as_json)
+    console = Console(
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+        quiet=as_json,
+    )
     table = IdTable("session", "task", "old reward", "new reward", "status")
     for each in found:
         if each["reward"] != each["before"]:

@@ -80,7 +80,12 @@ from rolltap.trainer.console import plain_console, runs_first
     "File with the key that the engine requires; made if it does not exist. By default a new file.",
 )
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
-def serve_command(model: str, lora_rank: int, max_staleness: int, **how: Any) -> None:
+def serve_command(
+    model: str,
+    lora_rank: int,
+    max_staleness: int,
+    **how: Any,
+) -> None:
     """Start vLLM for recording and publishing.
 
     It serves MODEL with endpoints and flags that these and the model need, on GPUs, or on a CPU
@@ -119,7 +124,12 @@ def serve_command(model: str, lora_rank: int, max_staleness: int, **how: Any) ->
     help="Reset an engine that belongs to a training. If the training still runs, it fails.",
 )
 @json_option
-def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
+def engine_command(
+    action: str,
+    url: str,
+    steal: bool,
+    as_json: bool,
+) -> None:
     """Say what an engine serves, or reset it.
 
     The status has the model, the weights, the adapters, and the training that owns the engine at
@@ -233,7 +243,14 @@ def _train(
     if runs:
         rolltap.train_offline(recipe, runs, out=out, seed=seed)
     else:
-        rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal, ray=ray)
+        rolltap.train(
+            recipe,
+            engine=engine,
+            out=out,
+            seed=seed,
+            steal=steal,
+            ray=ray,
+        )
     console = plain_console(quiet=not runs_first())
     inspect = shlex.join(["rolltap", "inspect", str(out)])
     console.print(f"The trained model is in {out / 'model'}.")

@@ -40,7 +40,12 @@ from rolltap.trainer.console import plain_console
     help="Text that the file must not have. Repeatable.",
 )
 def view_command(
-    run: Path, host: str, port: int, out: Path | None, sessions: str | None, redact: tuple[str, ...]
+    run: Path,
+    host: str,
+    port: int,
+    out: Path | None,
+    sessions: str | None,
+    redact: tuple[str, ...],
 ) -> None:
     """Show a RUN in the browser: rewards, sessions, calls and tokens.
 

@@ -92,7 +92,12 @@ class ScriptedEngine:
         span = {"version": reply.weight_version, "start": 0, "end": len(ids)}
         for i, token_id in enumerate(ids):
             logprob = -0.125 * (1 + i % 5)  # exact in float32
-            scored = {"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}
+            scored = {
+                "token_id": token_id,
+                "logprob": logprob,
+                "rank": 1,
+                "top_logprobs": [],
+            }
             choice: dict[str, Any] = {
                 "index": 0,
                 "finish_reason": None,

@@ -154,7 +154,12 @@ _DEEPEST = 16
 more."""
 
 
-def example(schema: Any, name: str = "", root: Any = None, depth: int = 0) -> Any:
+def example(
+    schema: Any,
+    name: str = "",
+    root: Any = None,
+    depth: int = 0,
+) -> Any:
     """Return a small value of a JSON schema: only what is required, the first of several choices.
 
     `name` is the property that the value is for. References (`#/...`) are resolved in `root`, by

@@ -335,7 +335,12 @@ class EngineAdmin:
         In contrast to `score`, it disturbs no other call, and their log-probabilities come from the
         kernels that sample.
         """
-        sampling = {**NEUTRAL_SAMPLING, "max_tokens": tokens, "logprobs": 0, "ignore_eos": True}
+        sampling = {
+            **NEUTRAL_SAMPLING,
+            "max_tokens": tokens,
+            "logprobs": 0,
+            "ignore_eos": True,
+        }
         body = {"model": model, "token_ids": list(prompt_ids), "sampling_params": sampling}
         with self._answer("POST", "/inference/v1/generate", body) as answer:
             choice = answer["choices"][0]
@@ -354,7 +359,11 @@ class EngineAdmin:
         return [entry[token] for entry, token in zip(entries, completion_ids, strict=True)]
 
     def score_tokens(
-        self, model: str, prompt: Sequence[int], sampled: Sequence[int], top: int
+        self,
+        model: str,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        top: int,
     ) -> list[dict[int, float]]:
         """Return for each sampled token a map of ids to log-probabilities: its own, and the `top`
         likeliest.

@@ -35,7 +35,14 @@ class CheckpointPublisher:
     constructor raises `RunError` for a folder without room.
     """
 
-    def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        *,
+        folder: Path,
+        run: Path,
+        base: Path,
+    ) -> None:
         self._engines = engines
         self._run = run
         self._base = base
@@ -104,7 +111,13 @@ class LoraPublisher:
     """
 
     def __init__(
-        self, engines: Engines, *, folder: Path, run: Path | None, base: Path, adapters: int
+        self,
+        engines: Engines,
+        *,
+        folder: Path,
+        run: Path | None,
+        base: Path,
+        adapters: int,
     ) -> None:
         self._engines = engines
         self._run = run
@@ -166,7 +179,13 @@ class Publisher(Protocol):
 
 
 def make_publisher(
-    kind: Way, engines: Engines, *, folder: Path, run: Path, base: Path, adapters: int
+    kind: Way,
+    engines: Engines,
+    *,
+    folder: Path,
+    run: Path,
+    base: Path,
+    adapters: int,
 ) -> Publisher:
     """Return the publisher of a recipe's `publish`.
 
@@ -175,5 +194,11 @@ def make_publisher(
     `folder`.
     """
     if kind == "lora":
-        return LoraPublisher(engines, folder=folder, run=run, base=base, adapters=adapters)
+        return LoraPublisher(
+            engines,
+            folder=folder,
+            run=run,
+            base=base,
+            adapters=adapters,
+        )
     return CheckpointPublisher(engines, folder=folder, run=run, base=base)

@@ -34,7 +34,12 @@ class UnjudgedError(Exception):
     """
 
     def __init__(
-        self, reason: str, *, broke: bool = True, lacks: str = "", **evidence: Any
+        self,
+        reason: str,
+        *,
+        broke: bool = True,
+        lacks: str = "",
+        **evidence: Any,
     ) -> None:
         super().__init__(reason)
         self.broke = broke

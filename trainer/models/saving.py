@@ -152,7 +152,13 @@ def save_whole(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -> 
     _save(model, folder, base, whole=True)
 
 
-def _save(model: PreTrainedModel | PeftModel, folder: Path, base: Path, *, whole: bool) -> None:
+def _save(
+    model: PreTrainedModel | PeftModel,
+    folder: Path,
+    base: Path,
+    *,
+    whole: bool,
+) -> None:
     """Write weights and `config.json`; if `whole`, also the weights that are as they were."""
     stored = stored_weights(base)
     changed = NamedWeights(model, stored)

@@ -80,7 +80,13 @@ class Cluster:
                 raise InputError(f"node {name} cannot run rolltap: {what}") from error
         return results
 
-    def start_actor(self, kind: type, ray_id: str, *arguments: Any, name: str) -> Any:
+    def start_actor(
+        self,
+        kind: type,
+        ray_id: str,
+        *arguments: Any,
+        name: str,
+    ) -> Any:
         """Start an actor on a node. It ends with this process."""
         remote = self.ray.remote(kind).options(
             num_cpus=0,

@@ -113,7 +113,14 @@ async def rollout_async(
     """
     own, config = _configured(settings, runtime)
     task_list = given_tasks(tasks, config.repositories)
-    worker = make_worker(config, harness=harness, engine=engine, model=model, out=out, runtime=own)
+    worker = make_worker(
+        config,
+        harness=harness,
+        engine=engine,
+        model=model,
+        out=out,
+        runtime=own,
+    )
     session_ids = await roll_out(worker, task_list, new_groups=new_groups, progress=progress)
     run = open_run(out)
     run.new_session_ids = session_ids
@@ -134,7 +141,13 @@ def serve_rollouts(
 
     `how` are the keywords of `trainer.service.serve.serve`. Raises as that does.
     """
-    worker = make_worker(config, harness=harness, engine=engine, model=model, out=out)
+    worker = make_worker(
+        config,
+        harness=harness,
+        engine=engine,
+        model=model,
+        out=out,
+    )
     run_blocking(serve(worker, Path(tasks), **how))
 
 

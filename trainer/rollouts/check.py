@@ -170,7 +170,11 @@ def _require_some(fitting: list[Task], refused: Sequence[RefusedError]) -> list[
 
 
 async def build_images(
-    tasks: Sequence[Task], runtime: Runtime, logs: Path, *, at_once: int
+    tasks: Sequence[Task],
+    runtime: Runtime,
+    logs: Path,
+    *,
+    at_once: int,
 ) -> list[Task]:
     """Build the images of tasks, `at_once` at a time, and return the tasks whose images are there.
 

@@ -242,7 +242,10 @@ class Provenances:
 
 
 async def reported_version(
-    harness: Harness, runtime: Runtime, work: Path, image: str | None = None
+    harness: Harness,
+    runtime: Runtime,
+    work: Path,
+    image: str | None = None,
 ) -> str:
     """Return the version that a program prints, asked in a box below `work`; empty when it cannot
     be asked."""

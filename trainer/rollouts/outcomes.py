@@ -91,7 +91,12 @@ def is_judged(facts: Facts) -> bool:
     return facts.fault is None and facts.completed_calls > 0
 
 
-def outcome(ended: Ended, timeout: float, facts: Facts, judged: Judged | None) -> Outcome:
+def outcome(
+    ended: Ended,
+    timeout: float,
+    facts: Facts,
+    judged: Judged | None,
+) -> Outcome:
     """Return the outcome of a session. `timeout` is its time limit in seconds.
 
     `judged` is None for a session that was not judged. Raises `ValueError` when it is given

@@ -224,7 +224,10 @@ async def require_judge(context: SessionContext, job: JudgeJob) -> None:
 
 @asynccontextmanager
 async def prepared(
-    context: SessionContext, session: Session, task: Task, folders: AgentFolders
+    context: SessionContext,
+    session: Session,
+    task: Task,
+    folders: AgentFolders,
 ) -> AsyncIterator[tuple[JudgeJob, Box]]:
     """Yield the box of a session, with its workspace, and what its judge will need. Raises
     `OSError` and `InputError`.

@@ -446,7 +446,11 @@ class SessionQueue:
         self._push(session_id)
 
     def _begin(
-        self, session_id: str, phase: Phase, action: Literal["prepare", "run", "judge"], node: str
+        self,
+        session_id: str,
+        phase: Phase,
+        action: Literal["prepare", "run", "judge"],
+        node: str,
     ) -> None:
         attempt = self._attempts[session_id]
         self._move(attempt, phase, node)

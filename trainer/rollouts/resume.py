@@ -132,7 +132,14 @@ class Recorded:
             if found is not None:
                 self._rounds[found[1]].add(int(found[2]))
 
-    def group(self, task: Task, key: Mapping[str, str], sessions: int, *, further: bool) -> Group:
+    def group(
+        self,
+        task: Task,
+        key: Mapping[str, str],
+        sessions: int,
+        *,
+        further: bool,
+    ) -> Group:
         """Return the group to resume: the newest of the task and the key, or with `further` one
         after it.
 
@@ -225,7 +232,13 @@ def resume_lines(
     return lines
 
 
-def _round(task: Task, base: str, number: int, sessions: int, key: Mapping[str, str]) -> Group:
+def _round(
+    task: Task,
+    base: str,
+    number: int,
+    sessions: int,
+    key: Mapping[str, str],
+) -> Group:
     group_id = f"{base}.{number}"
     return Group(task, group_id, [f"{group_id}-{index}" for index in range(sessions)], key)
 

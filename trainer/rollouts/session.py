@@ -132,7 +132,12 @@ async def run_session(context: SessionContext, attempt: SessionAttempt, enter: E
     return facts
 
 
-async def _end(recorder: Recorder, session: Session, task: Task, clock: PhaseClock) -> None:
+async def _end(
+    recorder: Recorder,
+    session: Session,
+    task: Task,
+    clock: PhaseClock,
+) -> None:
     clock.enter("")
     for phase, seconds in clock.seconds().items():
         setattr(session, f"{phase}_seconds", seconds)
@@ -167,7 +172,12 @@ def count_suspicions(rows: SessionRows, session: Session, task: Task | None) -> 
         )
 
 
-async def _play(context: SessionContext, session: Session, group: Group, enter: Enter) -> Facts:
+async def _play(
+    context: SessionContext,
+    session: Session,
+    group: Group,
+    enter: Enter,
+) -> Facts:
     """Run the harness and the judge, and set the outcome in `session`."""
     recorder = context.recorder
     task = group.task
@@ -229,7 +239,12 @@ async def _begin(recorder: Recorder, session: Session, group: Group) -> None:
 
 
 async def _run_harness(
-    context: SessionContext, session: Session, task: Task, box: Box, timeout: float, log: Path
+    context: SessionContext,
+    session: Session,
+    task: Task,
+    box: Box,
+    timeout: float,
+    log: Path,
 ) -> Ended:
     """Run the program in its box. Raises `OSError` and `InputError` when it cannot be started."""
     isolated = context.runtime.isolated
@@ -259,7 +274,11 @@ async def _run_harness(
 
 
 def _with_output(
-    context: SessionContext, why: str | None, log: str, last: str, made_no_call: bool
+    context: SessionContext,
+    why: str | None,
+    log: str,
+    last: str,
+    made_no_call: bool,
 ) -> str:
     """Return the error of a fault with the last line of the program's output."""
     error = f"{why}; its output is in {log}"

@@ -79,7 +79,11 @@ class Worker:
         self.runtime = runtime or config.make_runtime()
         self.harness = harness if isinstance(harness, Harness) else Harness.load(str(harness))
         self.recorder = Recorder(
-            out, engine=engine, model=model, options=config.options(), processes=config.recorders
+            out,
+            engine=engine,
+            model=model,
+            options=config.options(),
+            processes=config.recorders,
         )
         self.context: SessionContext
         """Things that the sessions share. Only inside of the block."""
@@ -265,7 +269,11 @@ class Worker:
 
 
 async def roll_out(
-    worker: Worker, tasks: Sequence[Task], *, new_groups: bool = False, progress: bool = True
+    worker: Worker,
+    tasks: Sequence[Task],
+    *,
+    new_groups: bool = False,
+    progress: bool = True,
 ) -> tuple[str, ...]:
     """Run the missing sessions of each task's newest group, or of a further one with `new_groups`.
 

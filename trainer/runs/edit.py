@@ -115,7 +115,12 @@ def _fits(criteria: Mapping[str, Any], session: Session) -> bool:
     return not rules or not matched.isdisjoint(rules)
 
 
-def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
+def filter_run(
+    run: Path,
+    out: Path,
+    criteria: Filter,
+    advance: Advance,
+) -> int:
     """Write the sessions that fit to the new folder `out`. Return their number.
 
     A session without a row has the status `unknown`, no harness, no policy version, no suspicions

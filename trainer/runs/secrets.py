@@ -90,7 +90,13 @@ _INVISIBLE = re.compile(
 _ESCAPE = re.compile(
     r"""\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(["'\\/nrtbf]))|%([0-9A-Fa-f]{2})"""
 )
-_MEANT = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
+_MEANT = {
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "b": "\b",
+    "f": "\f",
+}
 _LINE_END = re.compile(r"(?<=[\w+/=-]{4})[ \t]*\r?\n[ \t]*(?=[\w+/=.-]{4})")
 _AROUND = 200
 """Characters on each side of what is replaced in a reading, between which a form is looked for

@@ -251,7 +251,10 @@ def _check_session(
 
 
 def _check_calls(
-    run: Path, session_id: str, batches: Sequence[pa.RecordBatch], salvaged: bool
+    run: Path,
+    session_id: str,
+    batches: Sequence[pa.RecordBatch],
+    salvaged: bool,
 ) -> Iterator[Finding]:
     marked: dict[str, str | None] = {}
     unmarked: list[pa.RecordBatch] = []

@@ -64,7 +64,12 @@ _STATUS = {
 
 def make_app(groups: Groups, token: str) -> FastAPI:
     """Return the application of loaded groups, for clients that have the token."""
-    app = FastAPI(title="rolltap", description=__doc__ or "", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="rolltap",
+        description=__doc__ or "",
+        docs_url=None,
+        redoc_url=None,
+    )
     app.add_middleware(Door, token=token)
     for kind, status in _STATUS.items():
         app.add_exception_handler(kind, _as_json(status))

@@ -282,7 +282,14 @@ class _ServiceRunner(GroupRunner):
         lost: OnLost | None,
     ) -> None:
         never = sys.maxsize
-        super().__init__([node], advance, retries=0, give_up_after=never, ended=ended, lost=lost)
+        super().__init__(
+            [node],
+            advance,
+            retries=0,
+            give_up_after=never,
+            ended=ended,
+            lost=lost,
+        )
         self._node = node
 
     async def __aexit__(

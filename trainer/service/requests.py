@@ -109,7 +109,12 @@ class GroupRequest(_Request):
     ] = Field(default=8, validate_default=True)
     """Number of sessions, or a name for each. A session's id is `<id>-<name>`, of at most 200
     characters."""
-    priority: int = Field(default=50, strict=True, ge=0, le=100)
+    priority: int = Field(
+        default=50,
+        strict=True,
+        ge=0,
+        le=100,
+    )
     """Groups of a higher priority start first. No session that runs is stopped for them."""
     deadline: AwareDatetime | None = None
     """Time, with its zone, at which sessions that have not ended are stopped."""

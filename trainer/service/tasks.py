@@ -75,7 +75,12 @@ def _require_evaluations(worker: Worker) -> None:
         raise InputError(f"'evaluation' is true, and {why}: {fix}")
 
 
-def requested_fork(fork: ForkRequest, task: Task, rows: SessionRows, run: Path) -> RecordedFrom:
+def requested_fork(
+    fork: ForkRequest,
+    task: Task,
+    rows: SessionRows,
+    run: Path,
+) -> RecordedFrom:
     """Return the recorded session that a request forks, up to its call.
 
     `rows` are those of the run folder `run`. Raises `NotRecordedError` for a session that is not

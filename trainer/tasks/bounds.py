@@ -17,14 +17,46 @@ execve(2))."""
 COMMAND_BYTES = 1 << 20
 """Size of a command, and of all variables: half of what Linux takes for both together."""
 
-Seconds = Annotated[float, Field(strict=True, gt=0, le=1e8, allow_inf_nan=False)]
+Seconds = Annotated[
+    float,
+    Field(
+        strict=True,
+        gt=0,
+        le=1e8,
+        allow_inf_nan=False,
+    ),
+]
 """A time limit of at most three years."""
-Cores = Annotated[float, Field(strict=True, ge=0.01, le=65_536, allow_inf_nan=False)]
-Gibibytes = Annotated[float, Field(strict=True, ge=1 / 1024, le=1 << 20, allow_inf_nan=False)]
+Cores = Annotated[
+    float,
+    Field(
+        strict=True,
+        ge=0.01,
+        le=65_536,
+        allow_inf_nan=False,
+    ),
+]
+Gibibytes = Annotated[
+    float,
+    Field(
+        strict=True,
+        ge=1 / 1024,
+        le=1 << 20,
+        allow_inf_nan=False,
+    ),
+]
 """A size from a mebibyte, because an engine takes 0 for no limit, to a pebibyte."""
 Processes = Annotated[int, Field(strict=True, ge=1, le=1 << 22)]
 """A number of processes, at most the kernel's own limit."""
-Weight = Annotated[float, Field(strict=True, ge=1e-6, le=1e6, allow_inf_nan=False)]
+Weight = Annotated[
+    float,
+    Field(
+        strict=True,
+        ge=1e-6,
+        le=1e6,
+        allow_inf_nan=False,
+    ),
+]
 
 
 def plain_text(text: str) -> str:

@@ -37,7 +37,12 @@ class Start:
 
 @lru_cache(maxsize=1024)
 def _expression(pattern: str) -> re.Pattern[str]:
-    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    tokens = {
+        "**/": "(?:.*/)?",
+        "**": ".*",
+        "*": "[^/]*",
+        "?": "[^/]",
+    }
     expression = ""
     for part in re.split(r"(\*\*/|\*\*|\*|\?)", pattern.rstrip("/")):
         expression += tokens.get(part) or re.escape(part)

@@ -107,7 +107,13 @@ def require_inside(checkout: Path, around: Path) -> None:
                 raise outside
 
 
-def give_history(source: Path, target: Path, commit: str | None, *, files: bool) -> None:
+def give_history(
+    source: Path,
+    target: Path,
+    commit: str | None,
+    *,
+    files: bool,
+) -> None:
     """Make `target` a repository with the commits up to one of `source`, and nothing else of it.
 
     The new repository has one branch, `main`, at the commit, and a plain tag for each tag on a

@@ -295,7 +295,11 @@ class SessionRows:
 
 
 def rebuild_calls(
-    run: Path, session_id: str, batches: Iterable[pa.RecordBatch], *, check_digests: bool = True
+    run: Path,
+    session_id: str,
+    batches: Iterable[pa.RecordBatch],
+    *,
+    check_digests: bool = True,
 ) -> list[Call]:
     """Return the calls of one session from its rows, each with its full prompt, as they started.
 

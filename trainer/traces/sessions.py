@@ -253,7 +253,12 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
         bug = f"session {recorded.session_id}: {error}; this is a bug of rolltap"
         raise LedgerError(bug) from error
     label = label_session(recorded.session, options.rewards)
-    traced = TracedSession(recorded=recorded, traces=traces, account=account, label=label)
+    traced = TracedSession(
+        recorded=recorded,
+        traces=traces,
+        account=account,
+        label=label,
+    )
     session = recorded.session
     if session is not None:
         for trace in traces:

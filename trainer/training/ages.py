@@ -69,7 +69,11 @@ def token_ages(batch: TraceBatch, weights: Version) -> Counter[int]:
 
 
 def age_metrics(
-    batch: TraceBatch, ages: Counter[int], *, iterations: int, max_staleness: int
+    batch: TraceBatch,
+    ages: Counter[int],
+    *,
+    iterations: int,
+    max_staleness: int,
 ) -> dict[str, float]:
     """Return the metrics of the ages of a batch's tokens, and the share that is too old.
 

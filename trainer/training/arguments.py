@@ -279,7 +279,12 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
     return {**NEUTRAL_SAMPLING, **own, "temperature": temperature}
 
 
-def require_unbiased(what: str, sampled: Mapping[str, Any], temperature: float, fix: str) -> None:
+def require_unbiased(
+    what: str,
+    sampled: Mapping[str, Any],
+    temperature: float,
+    fix: str,
+) -> None:
     """Raise `InputError` for parameters with which tokens are not independent samples of the policy
     at a temperature.
 

@@ -32,7 +32,10 @@ _FREE_FIELDS = """
 
 
 def online_fingerprint(
-    recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int
+    recipe: Recipe,
+    tasks: Sequence[Task],
+    harness: Harness,
+    seed: int,
 ) -> dict[str, Any]:
     """Return what decides the steps of an online training: key -> JSON value, or the digest of a
     long one.

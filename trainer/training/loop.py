@@ -99,7 +99,14 @@ class Source:
         """Take the weights of so many optimizer steps, which are trained and saved."""
 
 
-def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Console) -> None:
+def train(
+    source: Source,
+    recipe: Recipe,
+    run: Path,
+    *,
+    seed: int,
+    console: Console,
+) -> None:
     """Train from the start, or from the last checkpoint in `run`, to the recipe's last step. Every
     process calls it.
 

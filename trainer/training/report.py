@@ -99,12 +99,24 @@ class Phases(TrainerCallback):
         finally:
             self._begin(outer)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Begin the first step."""
         self._begin(self._phase)
         self._seconds.clear()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Log the seconds of the step, and begin the next one, with the time that a checkpoint
         takes."""
         self._begin(self._phase)
@@ -127,7 +139,13 @@ class Reports(TrainerCallback):
         self._began = time.monotonic()
         self._first_step = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Remove the lines after the checkpoint: their steps are taken again."""
         self._began = time.monotonic()
         self._first_step = state.global_step
@@ -135,7 +153,13 @@ class Reports(TrainerCallback):
             cut_metrics(self._run / METRICS, state.global_step)
 
     def on_log(
-        self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        logs: Mapping[str, Any],
+        **kwargs: Any,
     ) -> None:
         """Report a step."""
         is_summary = "train_runtime" in logs  # it comes after the last step

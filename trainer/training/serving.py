@@ -83,7 +83,13 @@ class Serving:
     """Weights on the engines of a training. `folder` is for those on their way, `run` is the run
     folder."""
 
-    def __init__(self, recipe: Recipe, engines: Engines, folder: Path, run: Path) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        engines: Engines,
+        folder: Path,
+        run: Path,
+    ) -> None:
         self.engines, self._recipe, self._run = engines, recipe, run
         tokenizer = load_tokenizer(recipe.model)
         self._ids = fixed_ids(tokenizer)

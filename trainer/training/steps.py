@@ -99,7 +99,13 @@ class TrainedBatches:
             os.fsync(file.fileno())
 
 
-def step_group(version: Version, position: int, task: Task, sessions: int, kind: str = "") -> Group:
+def step_group(
+    version: Version,
+    position: int,
+    task: Task,
+    sessions: int,
+    kind: str = "",
+) -> Group:
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
     The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts, after a `kind` of
@@ -112,7 +118,12 @@ def step_group(version: Version, position: int, task: Task, sessions: int, kind:
     return Group(task, group_id, _names(group_id, sessions, version))
 
 
-def fork_group(version: Version, task: Task, sessions: int, source: RecordedFrom) -> Group:
+def fork_group(
+    version: Version,
+    task: Task,
+    sessions: int,
+    source: RecordedFrom,
+) -> Group:
     """Return the group of the forks of a session. Its id is `fork~<session>`."""
     group_id = f"{FORK}~{source.session}"
     return Group(task, group_id, _names(group_id, sessions, version), fork=source)
@@ -123,7 +134,11 @@ def _names(group_id: str, sessions: int, version: Version) -> list[str]:
 
 
 def find_fork(
-    group: Iterable[Session], rules: RewardRules, forks: Forks, run: Path, rows: SessionRows
+    group: Iterable[Session],
+    rules: RewardRules,
+    forks: Forks,
+    run: Path,
+    rows: SessionRows,
 ) -> RecordedFrom | None:
     """Return the session of a group to fork, and the start of its call; None when none can be
     forked, as `Forks` says.

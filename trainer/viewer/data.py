@@ -204,7 +204,12 @@ def _lanes(nodes: Sequence[Mapping[str, Any]]) -> list[JSON]:
 
 
 def call_json(
-    run: Path, loaded: LoadedSession, call_id: str, text: TokenText | str, *, whole: bool = True
+    run: Path,
+    loaded: LoadedSession,
+    call_id: str,
+    text: TokenText | str,
+    *,
+    whole: bool = True,
 ) -> JSON:
     """Return a call with its tokens and their text. Pieces of the prompt end where an earlier
     call's tokens do.

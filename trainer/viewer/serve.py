@@ -33,7 +33,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def serve(run: Path, *, host: str, port: int, say: Callable[[str], None]) -> None:
+async def serve(
+    run: Path,
+    *,
+    host: str,
+    port: int,
+    say: Callable[[str], None],
+) -> None:
     """Serve the page until it is cancelled or gets a signal. `port` 0 is a free one; `say` is told
     the link.
 

@@ -34,7 +34,11 @@ class ApptainerEngine(Engine):
     command = ("apptainer",)
 
     def create(
-        self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path
+        self,
+        name: str,
+        spec: BoxSpec,
+        mounts: Sequence[Mount],
+        folder: Path,
     ) -> list[list[str]]:
         """See `Engine.create`."""
         return [self.restart(name, spec, mounts)]

@@ -51,7 +51,13 @@ class EngineBox:
     but not of the first process.
     """
 
-    def __init__(self, runtime: HidingRuntime, engine: Engine, spec: BoxSpec, name: str) -> None:
+    def __init__(
+        self,
+        runtime: HidingRuntime,
+        engine: Engine,
+        spec: BoxSpec,
+        name: str,
+    ) -> None:
         self.workdir = spec.workdir
         self.home = HOME
         self.proxy: str | None = None
@@ -160,7 +166,12 @@ class EngineBox:
             await self._way_out.enter_async_context(way_out(self._pid, self._spec.accept))
 
     async def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
     ) -> Ended:
         """Run a program: see `Box.run`. The image's own variables stay, and the folders of its PATH
         come first.
@@ -207,7 +218,11 @@ class EngineBox:
             return False
 
     async def _execute(
-        self, command: Sequence[str], timeout: float, log: Path, output: Output
+        self,
+        command: Sequence[str],
+        timeout: float,
+        log: Path,
+        output: Output,
     ) -> Ended:
         """Run a program of the engine. Stopping it stops the box, whose programs are no children of
         that one."""

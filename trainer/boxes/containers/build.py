@@ -23,7 +23,12 @@ def image_of(build: Build) -> str:
     return f"localhost/rolltap-build:{content_digest(build.folder)}"
 
 
-async def build_image(engine: Sequence[str], image: str, build: Build, log: Path) -> None:
+async def build_image(
+    engine: Sequence[str],
+    image: str,
+    build: Build,
+    log: Path,
+) -> None:
     """Build an image, unless it is there, with the output in `log`. `engine` is the beginning of a
     command line.
 
@@ -38,7 +43,11 @@ async def build_image(engine: Sequence[str], image: str, build: Build, log: Path
     options = ["--force-rm", "--tag", image, "--file", str(build.folder / "Dockerfile")]
     command = [*engine, "build", *options, str(build.folder)]
     ended = await run_supervised(
-        command, cwd=log.parent, env=os.environ, timeout=build.timeout, log=log
+        command,
+        cwd=log.parent,
+        env=os.environ,
+        timeout=build.timeout,
+        log=log,
     )
     if ended.status != 0:
         how = f"ends with status {ended.status}"

@@ -28,7 +28,11 @@ class Engine(ABC):
 
     @abstractmethod
     def create(
-        self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path
+        self,
+        name: str,
+        spec: BoxSpec,
+        mounts: Sequence[Mount],
+        folder: Path,
     ) -> list[list[str]]:
         """Return the commands that make and start the box `name` with the process `KEEPER`, without
         network.

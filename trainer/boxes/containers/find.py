@@ -124,7 +124,12 @@ def _try(engine: ContainerEngine) -> None:
             workdir="/",
             home=root,
             image=folder,
-            limits=Limits(cpus=1, memory_gib=1, processes=1000, disk_gib=1),
+            limits=Limits(
+                cpus=1,
+                memory_gib=1,
+                processes=1000,
+                disk_gib=1,
+            ),
         )
         try:
             for command in engine.create(name, spec, system_root(root), root):

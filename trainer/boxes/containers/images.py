@@ -57,7 +57,12 @@ def copy_from_root_folder(root: Path, workdir: str, dest: Path) -> None:
     shutil.copytree(source, dest, symlinks=True, dirs_exist_ok=True)
 
 
-def copy_from_image(engine: Sequence[str], image: str, workdir: str, dest: Path) -> None:
+def copy_from_image(
+    engine: Sequence[str],
+    image: str,
+    workdir: str,
+    dest: Path,
+) -> None:
     """Copy what the folder `workdir` of an image holds into `dest`. Raises `InputError` without
     that folder."""
     image_id(engine, image)

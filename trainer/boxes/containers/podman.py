@@ -54,7 +54,11 @@ class ContainerEngine(Engine):
     labels: bool = False
 
     def create(
-        self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path
+        self,
+        name: str,
+        spec: BoxSpec,
+        mounts: Sequence[Mount],
+        folder: Path,
     ) -> list[list[str]]:
         """See `Engine.create`."""
         options = ["--name", name, "--label", f"{LABEL}={self.label}", *_CLOSED.split()]

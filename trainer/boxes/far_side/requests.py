@@ -135,7 +135,12 @@ class _Programs:
     """The programs of a box, which its stream names one after another."""
 
     def __init__(
-        self, stream: Stream, box: Box, spec: BoxSpec, channels: Sequence[Channel], log: Path
+        self,
+        stream: Stream,
+        box: Box,
+        spec: BoxSpec,
+        channels: Sequence[Channel],
+        log: Path,
     ) -> None:
         self._stream = stream
         self._box = box

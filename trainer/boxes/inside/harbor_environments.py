@@ -99,7 +99,13 @@ class Environments:
         await self._running(box).upload_file(source, target)
         return {}
 
-    async def download(self, box: str, source: str, target: str, limit: int) -> Fields:
+    async def download(
+        self,
+        box: str,
+        source: str,
+        target: str,
+        limit: int,
+    ) -> Fields:
         """Copy a file of a box to this machine, where `target` has nothing yet.
 
         Return whether it came as a whole. It is cut when it has more than `limit` bytes, and when

@@ -118,7 +118,12 @@ def seccomp_filter(machine: str = "") -> bytes:
     return b"".join([*program, *rest, _instruction(_RETURN, _FAIL)])
 
 
-def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(
+    code: int,
+    value: int,
+    if_true: int = 0,
+    if_false: int = 0,
+) -> bytes:
     """Return a `struct sock_filter`. Jumps count the instructions that are left out."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
@@ -161,5 +166,10 @@ def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
 
 def _allowed(names: list[str], operation: str, value: int) -> dict[str, Any]:
     """Return the rule that allows calls by their first argument."""
-    argument = {"index": 0, "value": value, "valueTwo": 0, "op": operation}
+    argument = {
+        "index": 0,
+        "value": value,
+        "valueTwo": 0,
+        "op": operation,
+    }
     return {"names": names, "action": "SCMP_ACT_ALLOW", "args": [argument]}

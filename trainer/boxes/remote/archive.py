@@ -72,7 +72,10 @@ def stamps(folder: _PATH) -> dict[str, Stamp]:
 
 
 def pack_changes(
-    file: IO[bytes], folder: _PATH, before: Mapping[str, Stamp], limit: int
+    file: IO[bytes],
+    folder: _PATH,
+    before: Mapping[str, Stamp],
+    limit: int,
 ) -> list[str]:
     """Write what was made or changed since `before` into a tar stream. Return what is gone.
 
@@ -141,7 +144,12 @@ def unpack(file: IO[bytes], folder: _PATH, limit: int) -> bool:
         return False
 
 
-def _unpack(tar: tarfile.TarFile, room: _Room, folder: _PATH, limit: int) -> bool:
+def _unpack(
+    tar: tarfile.TarFile,
+    room: _Room,
+    folder: _PATH,
+    limit: int,
+) -> bool:
     whole = True
     left = limit
     number = 0
@@ -305,7 +313,12 @@ def _is_link(path: str) -> bool:
         return False
 
 
-def _write(parent: int, name: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+def _write(
+    parent: int,
+    name: str,
+    member: tarfile.TarInfo,
+    tar: tarfile.TarFile,
+) -> None:
     mode = member.mode & 0o777
     if member.isdir():
         make_folder(parent, name)

@@ -88,7 +88,11 @@ class Link:
     """A connection to a machine. Made by `linked`."""
 
     def __init__(
-        self, machine: Machine, control: Path, connection: Connection, folder: str
+        self,
+        machine: Machine,
+        control: Path,
+        connection: Connection,
+        folder: str,
     ) -> None:
         self.connection = connection
         self._machine = machine

@@ -244,4 +244,10 @@ def read_environment(text: str) -> dict[str, Any]:
 def _bare(image: str, workdir: str, folder: Path) -> BoxSpec:
     """Return a box of an image, which gets no files."""
     name = f"rolltap-{secrets.token_hex(4)}"
-    return BoxSpec(name=name, workspace=folder, workdir=workdir, home=folder, image=image)
+    return BoxSpec(
+        name=name,
+        workspace=folder,
+        workdir=workdir,
+        home=folder,
+        image=image,
+    )

@@ -108,7 +108,13 @@ async def _receive(stream: Stream, file: IO[bytes], limit: int) -> bool:
 class SshBox:
     """A box on a machine, which is one stream of the connection to it."""
 
-    def __init__(self, host: str, stream: Stream, spec: BoxSpec, made: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        host: str,
+        stream: Stream,
+        spec: BoxSpec,
+        made: Mapping[str, Any],
+    ) -> None:
         read = _read(host, _Made, made)
         self.workdir = read.workdir
         self.home = read.home
@@ -121,7 +127,12 @@ class SshBox:
         """Most bytes of the changes that come back."""
 
     async def run(
-        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout: float,
+        log: Path,
     ) -> Ended:
         """Run a program: see `Box.run`. The folders of the machine's PATH come first."""
         stream = self._stream

@@ -221,7 +221,12 @@ def _call_step(turn: Turn, copied: bool) -> Step:
         "sampling": call.parsed_sampling,
         "finished_at": call.finished_at and call.finished_at.isoformat(),
     }
-    return {**step, "metrics": _metrics(call), "llm_call_count": 1, "extra": _known(extra)}
+    return {
+        **step,
+        "metrics": _metrics(call),
+        "llm_call_count": 1,
+        "extra": _known(extra),
+    }
 
 
 def _metrics(call: Call) -> dict[str, Any]:

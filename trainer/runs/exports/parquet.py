@@ -110,7 +110,10 @@ def export(
 
 
 def save_traces(
-    run: Path, sessions: Iterable[TracedSession], out: Path, options: TraceOptions
+    run: Path,
+    sessions: Iterable[TracedSession],
+    out: Path,
+    options: TraceOptions,
 ) -> Totals:
     """Write the traces of a run's `sessions` to the new folder `out`, with a card. Return the
     counts.

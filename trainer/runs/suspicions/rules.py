@@ -306,7 +306,10 @@ NAMES = tuple(rule.name for rule in RULES)
 
 
 def suspicions(
-    calls: Rows, events: Rows, task: Task | None = None, evidence: Mapping[str, Any] = {}
+    calls: Rows,
+    events: Rows,
+    task: Task | None = None,
+    evidence: Mapping[str, Any] = {},
 ) -> dict[str, int]:
     """Return rule -> how often the rows match it: values of `CALL_COLUMNS` and `EVENT_COLUMNS`, in
     any order.

@@ -96,7 +96,13 @@ class CallView(JupyterMixin):
         return _parts(self, load_decoder(self.run), coloured=coloured)
 
 
-def view_call(run: Path, session: str, prefix: str, *, full: bool = False) -> CallView:
+def view_call(
+    run: Path,
+    session: str,
+    prefix: str,
+    *,
+    full: bool = False,
+) -> CallView:
     """Return the view of a call, by a unique prefix of its session's id, and one of its own or its
     number; with `full`, of its whole conversation and prompt. Raises as `view_session`."""
     recorded = find_session(run, session)
@@ -117,7 +123,12 @@ def _find_call(recorded: RecordedSession, given: str) -> int:
     return ids.index(find_id(given, ids, "call", where))
 
 
-def show_call(run: Path, calls: Sequence[Call], number: int, left_out: str | None) -> CallView:
+def show_call(
+    run: Path,
+    calls: Sequence[Call],
+    number: int,
+    left_out: str | None,
+) -> CallView:
     """Return the view of the call `calls[number]` of a session. `left_out` is the reason that
     `classify_calls` gives."""
     call = calls[number]

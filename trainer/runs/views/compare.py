@@ -51,7 +51,12 @@ class Difference(JupyterMixin):
 
     def to_json(self) -> dict[str, Any]:
         """Return the difference as JSON values."""
-        return {"a": self.a, "b": self.b, "messages": self.messages, "tokens": self.tokens}
+        return {
+            "a": self.a,
+            "b": self.b,
+            "messages": self.messages,
+            "tokens": self.tokens,
+        }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         messages = self.messages

@@ -105,7 +105,10 @@ def _all_of(k: int, a: Numbers, b: Numbers) -> Numbers:
 
 
 def _chance(
-    values: Numbers, means: Numbers, weights: Numbers, rng: np.random.Generator
+    values: Numbers,
+    means: Numbers,
+    weights: Numbers,
+    rng: np.random.Generator,
 ) -> Interval:
     """Return the mean of the tasks' values, with the interval of `means` with these weights.
 

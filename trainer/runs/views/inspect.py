@@ -106,7 +106,12 @@ class SessionView(JupyterMixin):
         return console.render(Group(call_tree(self.calls, _title(self)), *tables), folded)
 
 
-def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
+def find_id(
+    prefix: str,
+    ids: Collection[str],
+    what: str,
+    where: str,
+) -> str:
     """Return the id that equals `prefix`, or the only one that starts with it.
 
     Raises `InputError`, which names similar ids.
@@ -149,7 +154,10 @@ def view_session(run: Path, prefix: str) -> SessionView:
 
 
 def show_session(
-    run: Path, recorded: RecordedSession, events: Events, steps: Sequence[TrainedSession]
+    run: Path,
+    recorded: RecordedSession,
+    events: Events,
+    steps: Sequence[TrainedSession],
 ) -> SessionView:
     """Return the view of a session. `events` are its own, `steps` those that took it. Raises as
     `view_session`."""

@@ -278,7 +278,11 @@ def _ledger_lines(summary: Summary) -> list[tuple[str, int]]:
 
 
 def summarize(
-    run: Path, *, task: str | None = None, group: str | None = None, sort: Sort = "started"
+    run: Path,
+    *,
+    task: str | None = None,
+    group: str | None = None,
+    sort: Sort = "started",
 ) -> Summary:
     """Return the summary of a run; with `task` or `group`, an id or a unique prefix, of the
     sessions that have it.

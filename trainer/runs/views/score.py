@@ -75,7 +75,12 @@ class Teacher:
     of a `run`."""
 
     def __init__(
-        self, urls: str, model: str, adapter: str | None = None, *, run: Path | None = None
+        self,
+        urls: str,
+        model: str,
+        adapter: str | None = None,
+        *,
+        run: Path | None = None,
     ) -> None:
         """Raises `EngineError`, and `InputError` for engines that differ, or have another tokenizer
         than `model`."""
@@ -126,7 +131,11 @@ class Teacher:
         return f"{engine.models().root} (weights {version})"
 
     def score(
-        self, engine: EngineAdmin, name: str, path: Sequence[Call], top_k: int
+        self,
+        engine: EngineAdmin,
+        name: str,
+        path: Sequence[Call],
+        top_k: int,
     ) -> list[Score]:
         """Return the scores of calls that continue each other. Raises `EngineError`, also for
         weights that changed."""

@@ -176,7 +176,13 @@ def session_table(rows: Sequence[SessionRow]) -> Table:
     suspected = any(row.suspicions for row in rows)
     if suspected:
         columns.append("suspicions")
-    table = IdTable(*columns, title="sessions", box=box.SIMPLE, padding=0, pad_edge=False)
+    table = IdTable(
+        *columns,
+        title="sessions",
+        box=box.SIMPLE,
+        padding=0,
+        pad_edge=False,
+    )
     table.caption = cut_note(rows, "{}; --json has all")
     for row in rows[:MOST_ROWS]:
         cells = [
@@ -195,7 +201,11 @@ def session_table(rows: Sequence[SessionRow]) -> Table:
 
 
 def follow_sessions(
-    run: Path, task: str | None = None, group: str | None = None, *, wait: Callable[[], object]
+    run: Path,
+    task: str | None = None,
+    group: str | None = None,
+    *,
+    wait: Callable[[], object],
 ) -> Iterator[Session]:
     """Yield the rows of the sessions, then each further one; `wait` is called when there is none.
     It does not end.

@@ -44,7 +44,12 @@ def serving(recipe: Recipe, machine: Machine, engine: EngineShare | None) -> Ite
         yield "# here:"
 
 
-def training(machine: Machine, file: Path, runs: Sequence[Path], out: Path) -> Iterator[str]:
+def training(
+    machine: Machine,
+    file: Path,
+    runs: Sequence[Path],
+    out: Path,
+) -> Iterator[str]:
     """Yield the line that starts the training, on each node. Engines of this machine have the
     first GPUs."""
     words = ["rolltap", "train", str(file)]

@@ -25,7 +25,12 @@ CUDA = int(1.5 * GIB)
 measured."""
 SLACK = 0.95
 """Share of a GPU that is planned with: the rest is lost to fragments. Assumed, not measured."""
-MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1}
+MOMENTS = {
+    "sgd": 0,
+    "adafactor": 0,
+    "adagrad": 1,
+    "rmsprop": 1,
+}
 """Values that an optimizer keeps for each trained one. Others are counted as AdamW, which keeps
 two."""
 SERVING = 4 * GIB

@@ -103,7 +103,13 @@ def model_numbers(recipe: Recipe, dtype: Dtype, *, gpu: bool = False) -> ModelNu
     )
 
 
-def fake_step(recipe: Recipe, numbers: ModelNumbers, dtype: Dtype, *, sharded: bool) -> FakeStep:
+def fake_step(
+    recipe: Recipe,
+    numbers: ModelNumbers,
+    dtype: Dtype,
+    *,
+    sharded: bool,
+) -> FakeStep:
     """Return the model as it is trained, for steps without values.
 
     All its weights are trained in float32, under autocast if `dtype` is bfloat16. Layers of

@@ -149,10 +149,20 @@ def block_mask(pack: Pack, window: int | None) -> BlockMask:
     some &= low[:, None] - high < reach
     whole &= high[:, None] - low < reach
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def sees(
+        batch: Tensor,
+        head: Tensor,
+        query: Tensor,
+        key: Tensor,
+    ) -> Tensor:
         return (key <= query) & (query < subtree_end[key])
 
-    def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def sees_near(
+        batch: Tensor,
+        head: Tensor,
+        query: Tensor,
+        key: Tensor,
+    ) -> Tensor:
         return sees(batch, head, query, key) & (positions[query] - positions[key] < reach)
 
     return BlockMask.from_kv_blocks(
@@ -185,7 +195,12 @@ def in_tiles(
     because the layer's own checkpoint drops arguments, and keeps what a closure holds.
     """
 
-    def tile(queries: slice, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def tile(
+        queries: slice,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
         keys, hidden = keys_of(pack, queries, window)
         bias = query.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -torch.inf)
         own = query[:, :, queries], key.index_select(2, keys), value.index_select(2, keys)
@@ -245,7 +260,13 @@ def stretches(pack: Pack) -> Stretches:
     return found
 
 
-def in_stretches(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
+def in_stretches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pack: Pack,
+    scale: float,
+) -> Tensor:
     """Return the output of attention, (1, N, heads, D), by torch's kernel."""
     # the kernel takes keys and values of one size: zeros change no score
     width = value.shape[-1]
@@ -333,7 +354,12 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _kernel_form(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _kernel_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return arguments of torch's kernel for the CPU, which knows no groups of heads.
 
     Where all queries see the same keys, those of a group are one head. Otherwise each head of a

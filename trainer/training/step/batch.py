@@ -314,7 +314,12 @@ def micro_batches(
     return found
 
 
-def loss_weight(loss_type: str, parts: int, sessions: float, tokens: float) -> float:
+def loss_weight(
+    loss_type: str,
+    parts: int,
+    sessions: float,
+    tokens: float,
+) -> float:
     """Return the weight of the loss of one of `parts` micro-batches.
 
     It has a share of the `sessions`, and of the `tokens`. TRL divides by the sessions or the tokens

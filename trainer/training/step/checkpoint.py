@@ -75,7 +75,13 @@ class Checkpoints(TrainerCallback):
         for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: Any,
+        state: Any,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         """Write a checkpoint if transformers would do it next. Collective.
 
         A step that is logged has its line first, because a resumed training does not take it again.
@@ -85,7 +91,13 @@ class Checkpoints(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_log(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         """Write the checkpoint of a step that was logged. Collective."""
         if control.should_save:
             self._write(args, state, control)

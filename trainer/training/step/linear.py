@@ -91,7 +91,12 @@ def _replace_forward(module: Any, layer: Any, function: Callable[..., Any]) -> N
     module.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False)
 
 
-def _run(module: Any, function: Callable[..., Any], *tensors: Tensor, several: bool) -> Any:
+def _run(
+    module: Any,
+    function: Callable[..., Any],
+    *tensors: Tensor,
+    several: bool,
+) -> Any:
     """Call a function of one chunk. Of several, its intermediate values are computed again for the
     backward pass.
 
@@ -347,7 +352,13 @@ class _Recurrence(_Wrapped):
         with torch.autocast(args[0].device.type, enabled=False):
             return super().__call__(*args, **options)
 
-    def by_level(self, work: _Work, streams: Sequence[Tensor], zero: Tensor, call: Call) -> Tensor:
+    def by_level(
+        self,
+        work: _Work,
+        streams: Sequence[Tensor],
+        zero: Tensor,
+        call: Call,
+    ) -> Tensor:
         """Return the output (1, n, ...) for streams (1, n, ...). Each level of pieces begins with
         the states after their parents."""
         chunk = work.chunk
@@ -383,7 +394,13 @@ class _DeltaRule(_Recurrence):
 
         def call(rows: Sequence[Tensor], states: Tensor, **more: Any) -> Any:
             *first, g, beta = rows
-            given = {**options, **more, "g": g, "beta": beta, "initial_state": states}
+            given = {
+                **options,
+                **more,
+                "g": g,
+                "beta": beta,
+                "initial_state": states,
+            }
             return self.of_the_library(*first, **given)
 
         return self.by_level(work, streams, zero, call), None

@@ -38,7 +38,12 @@ def prepare(model: Any, temperature: float | None = None) -> Any:
     return model
 
 
-def _keep_contexts(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _keep_contexts(
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
     """Leave the head only the hidden states before scored tokens, (1, M, H) of (1, N, H)."""
     pack: Pack | None = kwargs.get(PACK_ARGUMENT)
     if pack is not None:

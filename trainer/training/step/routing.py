@@ -122,7 +122,13 @@ class _Choice(TorchFunctionMode):
         self.differs: list[Tensor] = []
         """For each choice: replayed tokens, and those of them whose own choice differs (2,)."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in (torch.topk, Tensor.topk):
