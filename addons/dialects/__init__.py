@@ -1,1 +1,1 @@
-"""One package per model API: bytes on the wire to `ModelCall`, and `Reply` to bytes. No I/O."""
+"""A module or a package for each model API: bytes to `ModelCall`, `Reply` to bytes. No I/O."""

@@ -5,7 +5,7 @@ A call begins when its event `call_started` is on disk. A task of its own sample
 the requests that listen to it, so that a lost connection costs no tokens.
 
             finish reason     a listener        fsync, if any
-    SAMPLING -----------> SAMPLED --------> COMMITTED --------> COMPLETED
+    SAMPLING -----------> SAMPLED --------> COMMITTED ------> DELIVERABLE
         |                     |                 |
         +----------+----------+                 +-- error: FAILED
                    |
@@ -22,7 +22,7 @@ reply which nobody takes is not continued.
 `COMMITTED`: the call is in the run as `completed`. With `rolltap_fsync=call` the fsync is
 outstanding.
 
-`COMPLETED`: the reply may be delivered. What a harness has seen complete is on disk, and the next
+`DELIVERABLE`: the reply may be delivered. What a harness has seen complete is on disk, and the next
 call of its session can continue it. It waits for no other call: the conversations learn of it when
 they are free, before all later calls.
 
@@ -51,7 +51,7 @@ finished ones, which have no tokens any more; after a restart they come from its
 (`recovery.py`).
 
 **What a listener sees.** The headers of a stream immediately; text once later tokens should not
-change it; keep-alives while there is none; the last event after `COMPLETED`, or one error after
+change it; keep-alives while there is none; the last event after `DELIVERABLE`, or one error after
 `FAILED` or `ABORTED`. All listeners of a call see the same text and the same end (`server.py`
 writes it in the API's form).
 """
@@ -103,7 +103,7 @@ class State(Enum):
     SAMPLING = auto()
     SAMPLED = auto()
     COMMITTED = auto()
-    COMPLETED = auto()
+    DELIVERABLE = auto()
     FAILED = auto()
     ABORTED = auto()
 
@@ -111,7 +111,7 @@ class State(Enum):
 NEXT = {
     State.SAMPLING: {State.SAMPLED, State.FAILED, State.ABORTED},
     State.SAMPLED: {State.COMMITTED, State.FAILED, State.ABORTED},
-    State.COMMITTED: {State.COMPLETED, State.FAILED},
+    State.COMMITTED: {State.DELIVERABLE, State.FAILED},
 }
 """Transitions. The other states are final."""
 UNRECORDED = {State.SAMPLING, State.SAMPLED}
@@ -167,7 +167,7 @@ class Generation:
         self._changed = asyncio.Event()
         self._done = asyncio.Event()
         if reply is not None:
-            self._state = State.COMPLETED
+            self._state = State.DELIVERABLE
             self._join_pieces()
             self._done.set()
 
@@ -316,7 +316,7 @@ class Generation:
                 ended=self.call.finished_at,
             )
             self.reply = reply
-            self._enter(State.COMPLETED)
+            self._enter(State.DELIVERABLE)
             await adding
         except Exception as error:  # any error is recorded with the call and sent to the harness
             if not self.done:

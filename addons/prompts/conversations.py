@@ -152,13 +152,14 @@ class Conversations:
             return None
         ids += turn.completion_ids
         ids.extend(extension)
+        reason = None
         if turn.textless and textless(echo):
-            match.reason = TEXT_DROPPED
+            reason = TEXT_DROPPED
         return Prompt(
             model_call,
             ids,
             "bridged",
-            match.reason,
+            reason,
             parent=turn,
             prefix_length=turn.length,
             new_messages=new_messages,

@@ -63,8 +63,12 @@ PHASES = ("queued", "preparing", "running", "judging", "retried")
 LATER_COLUMNS = frozenset(f"{phase}_seconds" for phase in PHASES)
 """Columns that tables got later without a new `SCHEMA_VERSION`: so far only `sessions` did, for its
 `PHASES`. Files from before lack them; their rows are read as rows without a value there, and keep
-their digests. `untrusted.py` checks all of them as seconds of a session: a later column of another
-kind gets a type of its own there."""
+their digests.
+
+A new column of `sessions` is a field of `Session`, a name here, its type in `untrusted.py` (which
+checks all of these as seconds), a line in recipes/site/pages/dataset.md, and a value from
+`rollouts/session.py`; `STARTED_FIELDS` of `rollouts/recorder.py` has it if it is known at the
+session's start."""
 SESSION_JSON = ("parts", "evidence", "suspicions")
 """Columns of `sessions` that hold a JSON object."""
 UNREWARDED: frozenset[SessionStatus] = frozenset(

@@ -1,5 +1,8 @@
-"""The contract of a node, a place where sessions run: this process, an actor on another machine, or
-a service."""
+"""The contract of a node, a place where sessions run.
+
+It is this process (`LocalNode` in session.py), an actor of a Ray cluster (`nodes/ray.py`), or a
+service (`service/node.py`).
+"""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

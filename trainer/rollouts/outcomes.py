@@ -1,8 +1,9 @@
-"""The outcome of a session: whose fault it is, what is rerun, and what becomes a reward.
+"""The outcome of a session: whose fault it is, when it is started again, and what becomes a
+reward.
 
 The first line that holds is the status of a session's row:
 
-| status | what happened | judged | reward | rerun |
+| status | what happened | judged | reward | started again |
 | --- | --- | --- | --- | --- |
 | `cancelled` | the rollout was stopped or killed while it ran | no | none | by the next start |
 | `infrastructure` | engine, recorder or machine failed: a fault | no | none | at once, next start |
@@ -30,13 +31,13 @@ The first line that holds is the status of a session's row:
   kill for want of memory looks the same.
 - A judge that cannot judge is nobody's fault in the session: its reward is open.
 
-**What is rerun.** A session of `infrastructure` is retried in the same rollout up to `retries`
-times, after a pause, as another attempt (`ID~1`) at its place; not when it cannot be run at all
-(`Facts.permanent`: a missing path, image or program; a judge whose program is missing; a shell's
-status 126 or 127 without a call). The next start of the rollout or training reruns the statuses of
-`RERUN`. All others are final: the same command uses them again. After `give_up_after` consecutive
-infrastructure failures on a node the node gets no more sessions (`Failures`), and without a node
-the rollout stops. Sessions without a completed call and unjudged ones count as such, because they
+**What is started again.** A session of `infrastructure` is retried in the same rollout up to
+`retries` times, after a pause, as another attempt (`ID~1`) at its place; not when it cannot be run
+at all (`Facts.permanent`: a missing path, image or program; a judge whose program is missing; a
+shell's status 126 or 127 without a call). The next start of the rollout or training starts sessions
+with a status of `STARTED_AGAIN` again. All others are final: the same command uses them again.
+After `give_up_after` consecutive infrastructure failures on a node the node gets no more sessions
+(`Failures`), and without a node the rollout stops. Sessions without a completed call and unjudged ones count as such, because they
 too say nothing of the policy.
 
 **What becomes a reward.** The judge's number. A session without a completed call is not judged and

@@ -18,7 +18,8 @@ the order in which they came. A priority never stops a session.
 
 Evaluations are prepared before other sessions, whatever the priorities, as long as fewer than
 `Slots.evaluation` are between preparing and the end of their run; further ones after all others.
-A prepared evaluation runs first: while it waits in `ready`, it uses that share for nothing.
+A prepared evaluation runs first, because it holds a slot of that share and does no work while it
+waits in `ready`.
 Evaluations are judged last: one that ran is no longer in that share, and the next step of a
 training waits for the other sessions.
 
@@ -27,8 +28,8 @@ of that node's engines. The node with the most free slots takes the next group. 
 nodes, a node without a free slot takes none, because another node may have one sooner. When a node
 is lost, its groups wait for another one.
 
-A session is named by its id, which counts its attempts. An event of an attempt that has ended
-changes nothing.
+A `session_id` is the id of an attempt: the id of the session, and the number of the attempt if it
+is not the first. An event of an attempt that has ended changes nothing.
 """
 
 import heapq
@@ -44,6 +45,8 @@ from rolltap.trainer.names import SessionName
 Phase = Literal["waiting", "preparing", "ready", "running", "ran", "judging", "pausing"]
 _Order = tuple[int, int, int]
 """Negative priority, number of the group, index in the group. Of a whole group the index is -1."""
+_EVALUATIONS_FIRST = (True, False)
+_EVALUATIONS_LAST = (False, True)
 
 
 class Slots(NamedTuple):
@@ -309,12 +312,12 @@ class SessionQueue:
                 self.cancel(group_id)
         for name, node in self._nodes.items():
             while node.counts["judging"] < node.slots.judging:
-                session_id = self._take(node, "ran", (False, True))
+                session_id = self._take(node, "ran", _EVALUATIONS_LAST)
                 if session_id is None:
                     break
                 self._begin(session_id, "judging", "judge", name)
             while node.counts["running"] < node.may_run():
-                session_id = self._take(node, "ready", (True, False))
+                session_id = self._take(node, "ready", _EVALUATIONS_FIRST)
                 if session_id is None:
                     break
                 self._begin(session_id, "running", "run", name)

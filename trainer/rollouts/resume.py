@@ -1,8 +1,8 @@
 """Resuming a rollout that was stopped or killed. The run folder is all that is known of it.
 
-A session with a row is used again, unless its outcome says nothing of the policy: then it is rerun
-under the id of the next attempt (`outcomes` says which). One that was begun and has no row was
-interrupted: it gets a row `cancelled`.
+A session with a row is used again, unless its outcome says nothing of the policy: then it is
+started again under the id of the next attempt (`outcomes` says which). One that was begun and has
+no row was interrupted: it gets a row `cancelled`.
 
 | id | form |
 | --- | --- |
@@ -30,9 +30,9 @@ from rolltap.trainer.traces.reader import load_sessions
 
 NOT_RUN: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
 """Outcomes of sessions that did not run to their end."""
-RERUN: frozenset[SessionStatus] = NOT_RUN | {"unjudged"}
-"""Outcomes that say nothing of the policy. An unjudged session is rerun too: its judge may be fixed
-by then."""
+STARTED_AGAIN: frozenset[SessionStatus] = NOT_RUN | {"unjudged"}
+"""Outcomes that say nothing of the policy. An unjudged session is started again too: its judge may
+be fixed by then."""
 _ROUND = re.compile(r"(.+)\.(0|[1-9][0-9]*)")
 """A group's id: task and key, and the round."""
 
@@ -169,7 +169,7 @@ class Recorded:
     def missing(self, group: Group) -> Group:
         """Return the group with the ids of the sessions that are still to be run: new places, and
         further attempts."""
-        return replace(group, session_ids=self._waiting(group, RERUN))
+        return replace(group, session_ids=self._waiting(group, STARTED_AGAIN))
 
     def _waiting(self, group: Group, again: Collection[SessionStatus]) -> list[str]:
         ids = []

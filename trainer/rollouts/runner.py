@@ -431,7 +431,7 @@ class GroupRunner:
             return
         if submitted.apart and not await asyncio.to_thread(self._silent):
             return
-        fix = "Fix the cause and rerun: sessions that have ended are used again"
+        fix = "Fix the cause and start again: sessions that have ended are used again"
         self.remove_node(node, RecorderError(f"gave up after {failures} {last}. {fix}"))
 
     async def _fail(self, why: Exception) -> None:

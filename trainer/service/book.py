@@ -18,7 +18,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import SessionStatus
 from rolltap.addons.store.tables import run_files
 from rolltap.trainer.names import SessionName
-from rolltap.trainer.rollouts.resume import RERUN, Group
+from rolltap.trainer.rollouts.resume import STARTED_AGAIN, Group
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.service.journal import Journal
 from rolltap.trainer.service.requests import GroupRequest, GroupView, Name, SessionView, State
@@ -139,7 +139,7 @@ class OpenGroup:
         run, are retried, or were given up and may run at the next start."""
         ended = set()
         for name, status in self.known.items():
-            if status not in RERUN:
+            if status not in STARTED_AGAIN:
                 ended.add(SessionName.parse(name).place)
         return set(self.request.session_ids) - ended - self.stopped
 
@@ -161,13 +161,13 @@ class GroupBook:
         """Read the journal. What cannot be used is set aside, and said; the rest is taken."""
         for number, event in self.journal.read():
             try:
-                self._replay(number, _EVENT.validate_python(event))
+                self._take(number, _EVENT.validate_python(event))
             except ValidationError as error:
                 self.journal.put_aside(number, describe(error, {"": _EVENT_KINDS}))
             except InputError as error:
                 self.journal.put_aside(number, str(error))
 
-    def _replay(self, number: int, event: AnyEvent) -> None:
+    def _take(self, number: int, event: AnyEvent) -> None:
         """Take an event. Raises `InputError` for one that cannot follow those before it."""
         if isinstance(event, Published):
             self.policies.setdefault(event.version, len(self.policies))

@@ -281,6 +281,7 @@ def trace_calls(
             if given is None or len(given.logprobs) != len(call.completion_ids):
                 missing[call.call_id] = "missing_scores"
         if routing is not None and not expert_pieces(call, by_id, routing):
+            # it comes before `missing_scores` in `LeftOut`
             missing[call.call_id] = "missing_routing"
     parents, reasons = classify_calls(calls, selection.roles, missing)
 

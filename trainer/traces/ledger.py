@@ -18,7 +18,8 @@
 `LeftOut` says what each reason means. A call, and a token of it, has one reason: the first that
 holds, in the order of `LeftOut`. The code of each step asks in this order: `_fault`,
 `classify_calls` and `_spans` of build.py, then `label_session`. Who adds or moves a reason changes
-both; only the place of `stale` is read from `LeftOut`.
+both, and the table of recipes/site/pages/traces.md; only the place of `stale` is read from
+`LeftOut`. A training from recorded runs (`training/offline.py`) gives `no_signal` too.
 
 Every step takes tokens out of a `Ledger` with `leave_out`, so that `sampled` never changes. The
 sums are checked, and a difference is a `LedgerError` or stops the training, where

@@ -16,7 +16,7 @@ from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.names import counted
 from rolltap.trainer.runs.views.training import METRICS, read_metrics
 
-PHASES = ("rollout", "publication", "evaluation", "training")
+STEP_PARTS = ("rollout", "publication", "evaluation", "training")
 """Phases of a step. A moment that is of no other one is of the last."""
 _SHOWN = {
     "reward": "reward [bold]{:.3f}[/]",
@@ -43,7 +43,7 @@ _SHOWN = {
     "forwarded": "{:.0%} of rows forwarded",
     "tokens_per_second": "{:,.0f} tokens/s",
     "peak_memory_gib": "{:.1f} GiB",
-    **{f"seconds_{phase}": f"{phase} {{:.1f}} s" for phase in PHASES},
+    **{f"seconds_{phase}": f"{phase} {{:.1f}} s" for phase in STEP_PARTS},
 }
 """Number of a step -> its text in the step's line, in rich's markup."""
 _COUNTS = ("sessions_", "groups_", "suspicious", "left_out")
@@ -84,7 +84,7 @@ class Phases(TrainerCallback):
     def __init__(self) -> None:
         self.log: Callable[[Mapping[str, float]], None]
         """`TraceGRPOTrainer.log_metrics`."""
-        self._phase = PHASES[-1]
+        self._phase = STEP_PARTS[-1]
         self._since = time.monotonic()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 

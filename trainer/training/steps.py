@@ -19,7 +19,7 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.records import Session
 from rolltap.trainer.names import Seat, SessionName, Version
-from rolltap.trainer.rollouts.resume import RERUN, Group
+from rolltap.trainer.rollouts.resume import STARTED_AGAIN, Group
 from rolltap.trainer.runs.views.evaluation import SOLVED
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.toml import describe
@@ -180,14 +180,14 @@ def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder, and no outcome of `RERUN`, by group and index."""
+    """Sessions with a row in the run folder that is final (not `STARTED_AGAIN`), by group and index."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
         attempts: list[tuple[int, int, Seat, Session]] = []
         for session in sessions:
             name = SessionName.parse(session.session_id)
             seat = name.seat
-            if seat is None or seat.start is None or session.status in RERUN:
+            if seat is None or seat.start is None or session.status in STARTED_AGAIN:
                 continue
             attempts.append((seat.start, name.attempt, seat, session))
         attempts.sort(key=itemgetter(0, 1))

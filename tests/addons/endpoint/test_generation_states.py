@@ -425,7 +425,7 @@ def test_a_call_is_recorded_once_and_every_listener_is_answered(
 ):
     async def steps():
         scenario = Scenario(policy, engines, patience, rude)
-        scenario.refuses(State.SAMPLING, State.COMMITTED, State.COMPLETED)
+        scenario.refuses(State.SAMPLING, State.COMMITTED, State.DELIVERABLE)
         for name, values, turns in [*happened, (end, (), TURNS)]:
             if name in FAULTS - faults and name != end:
                 continue

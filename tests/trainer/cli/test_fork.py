@@ -12,7 +12,7 @@ import rolltap
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.reruns.record import Record
-from rolltap.trainer.rollouts.resume import RERUN
+from rolltap.trainer.rollouts.resume import STARTED_AGAIN
 from rolltap.trainer.runs.verify import verify_run
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.cli.program import run_rolltap
@@ -134,7 +134,7 @@ def test_a_fork_that_differs_is_diverged_and_not_tried_again(recorded, forked):
     for fork in diverged:
         assert fork.error.startswith("diverged at call 1: the message is another one (message 1)")
         assert "Task t. Be quick." in fork.error
-    assert "diverged" not in RERUN  # nor by the next start
+    assert "diverged" not in STARTED_AGAIN  # nor by the next start
     kinds = [event["kind"] for event in read_rows(run.path, "events")]
     assert kinds.count("session_started") == 6
 

@@ -18,7 +18,7 @@ from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.serve import EngineServer
 from rolltap.trainer.names import SessionName
-from rolltap.trainer.rollouts.resume import RERUN
+from rolltap.trainer.rollouts.resume import STARTED_AGAIN
 from tests.conftest import free_port, vllm_program
 from tests.trainer.rollouts.soak import left
 
@@ -120,7 +120,9 @@ def test_it_was_a_bad_day_and_every_session_came_to_its_end_once(endured):
     ids = [row["session_id"] for row in rows]
     assert len(set(ids)) == len(ids)
     ended = Counter(
-        SessionName.parse(row["session_id"]).place for row in rows if row["status"] not in RERUN
+        SessionName.parse(row["session_id"]).place
+        for row in rows
+        if row["status"] not in STARTED_AGAIN
     )
     assert (len(ended), set(ended.values())) == (TASKS * SESSIONS, {1})
 

@@ -9,7 +9,7 @@ from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import resume
 from rolltap.trainer.rollouts.recorder import STARTED_FIELDS, started_event
-from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, key_parts
+from rolltap.trainer.rollouts.resume import STARTED_AGAIN, Recorded, group_key, key_parts
 from rolltap.trainer.tasks.task import Task
 
 IDS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
@@ -141,7 +141,7 @@ def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_tw
         rows.append(row(ids[len(rows) % len(ids)], status))
     ids = [session.session_id for session in rows]
     assert len(set(ids)) == len(ids)
-    ended = [session for session in rows if session.status not in RERUN]
+    ended = [session for session in rows if session.status not in STARTED_AGAIN]
     assert len(ended) + len(missing(rows, sessions=sessions)) == sessions
 
 

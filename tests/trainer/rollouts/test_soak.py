@@ -9,7 +9,7 @@ import rolltap
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.names import SessionName
-from rolltap.trainer.rollouts.resume import NOT_RUN, RERUN
+from rolltap.trainer.rollouts.resume import NOT_RUN, STARTED_AGAIN
 from tests.trainer.rollouts.soak import endure, left
 
 ACTS = {5: "kill rolltap", 12: "kill the recorder", 18: "restart the engine", 24: "kill rolltap"}
@@ -53,7 +53,7 @@ def test_no_session_is_lost_or_run_twice(soaked, rows):
         assert row["session_id"] in begun or "no box for the " in row["error"]
         if row["status"] not in NOT_RUN:
             ran.add(place)
-        if row["status"] not in RERUN:
+        if row["status"] not in STARTED_AGAIN:
             ended[place] += 1
     assert len(ran) == 16
     assert set(ended.values()) == {1}

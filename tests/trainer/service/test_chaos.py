@@ -9,7 +9,7 @@ import pytest
 
 import rolltap
 from rolltap.trainer.names import SessionName
-from rolltap.trainer.rollouts.resume import RERUN
+from rolltap.trainer.rollouts.resume import STARTED_AGAIN
 from rolltap.trainer.runs.views.training import EVALUATION
 from tests.trainer.rollouts.soak import left
 from tests.trainer.service.bad_day import BadDay
@@ -120,8 +120,8 @@ def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day,
     for end in ends:
         for number in range(day.groups[end["id"]]["sessions"]) if end["state"] == "ended" else ():
             *earlier, last = attempts[f"{end['id']}-{number}"]
-            assert {*earlier} <= RERUN
-            assert last not in RERUN
+            assert {*earlier} <= STARTED_AGAIN
+            assert last not in STARTED_AGAIN
 
 
 def test_every_reward_is_the_judges(sessions, calls, ends, tokenizer):
@@ -131,7 +131,7 @@ def test_every_reward_is_the_judges(sessions, calls, ends, tokenizer):
             said = tokenizer.decode(calls[session.session_id][-1].completion_ids)
             assert session.reward == float("good" in said)
         if session.reward is not None:
-            assert session.status not in RERUN
+            assert session.status not in STARTED_AGAIN
             rewards[session.session_id] = session.reward
     assert rewards == {name: reward for end in ends for name, reward in end["rewards"].items()}
 

@@ -136,15 +136,18 @@ class Pack(_Rows):
         self.ends = np.append(self.begins[1:], forest.size)
         self.tokens = forest.size
         lengths = self.ends - self.begins
-        starts = np.array(forest.starts)
-        self.depth = int((starts + lengths).max())
-        positions = np.arange(self.tokens) + np.repeat(starts - self.begins, lengths)
+        first_positions = np.array(forest.first_positions)
+        self.depth = int((first_positions + lengths).max())
+        positions = np.arange(self.tokens) + np.repeat(first_positions - self.begins, lengths)
         self.positions = tensor(positions)[None]
         self.subtree_end = tensor(np.repeat(forest.subtree_ends, lengths))
         parents = np.array(self.parents)
         self.above = np.arange(-1, self.tokens - 1)
         self.above[self.begins] = np.where(parents < 0, -1, self.ends[parents] - 1)
-        pieces = [*zip(forest.row_of_segment, starts, starts + lengths, self.begins, strict=True)]
+        after_last = first_positions + lengths
+        pieces = [
+            *zip(forest.row_of_segment, first_positions, after_last, self.begins, strict=True)
+        ]
         ids = [row.ids[start:stop] for row, start, stop, _ in pieces]
         self.ids = tensor(np.concatenate(ids).astype(np.int64))[None]
         experts = _experts(pieces, self.tokens)
@@ -219,7 +222,7 @@ class _Forest:
         parents: For each segment the index of the segment that it continues, -1 at a root.
         begins: Index of the first token of each segment.
         subtree_ends: Index after the last descendant of each segment.
-        starts: Position of the first token of each segment.
+        first_positions: Position of the first token of each segment.
         row_of_segment: For each segment a row with its tokens.
         contexts: For each given row the indices of the tokens before its scored ones, (n,).
     """
@@ -229,7 +232,7 @@ class _Forest:
         self.parents: list[int] = []
         self.begins: list[int] = []
         self.subtree_ends: list[int] = []
-        self.starts: list[int] = []
+        self.first_positions: list[int] = []
         self.row_of_segment: list[TraceRow] = []
         self.contexts = [np.empty(0, np.int64) for _ in rows]
         keys = [_key(row) for row in rows]
@@ -245,6 +248,7 @@ class _Forest:
         lengths = np.array([len(keys[i]) // KEY_BYTES for i in leaf_rows])
         shared = np.zeros_like(lengths)  # tokens of each leaf row that the one before has too
         for k, (before, leaf) in enumerate(pairwise(leaf_rows), 1):
+            # `common_length` counts words of 4 bytes: half a key that agrees does not count
             shared[k] = common_length(keys[before], keys[leaf]) * TOKEN_BYTES // KEY_BYTES
         added = np.append(0, np.cumsum(lengths - shared))
 
@@ -260,7 +264,7 @@ class _Forest:
                 self.parents.append(parent)
                 self.begins.append(self.size)
                 self.subtree_ends.append(self.size + tokens)
-                self.starts.append(start)
+                self.first_positions.append(start)
                 self.row_of_segment.append(rows[leaf_rows[first]])
                 parent = len(self.parents) - 1
                 begin = self.size
