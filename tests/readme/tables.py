@@ -20,7 +20,7 @@ SKIPPED = {
     "python3 -m venv engine && engine/bin/pip install '.[vllm]'": (
         "downloads gigabytes of CUDA libraries"
     ),
-    "tap/bin/rolltap serve Qwen/Qwen3-4B --vllm engine/bin/vllm -- --gpu-memory-utilization 0.8": (
+    "tap/bin/rolltap serve /models/Qwen3-4B --vllm engine/bin/vllm --lora-rank 16 -- --gpu-memory-utilization 0.8": (
         "needs a GPU; the fixture `engine` starts the server of this command on the CPU"
     ),
     "export ROLLTAP_ENGINE_KEY_FILE=~/.rolltap-engine.key": (

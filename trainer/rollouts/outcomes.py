@@ -37,8 +37,8 @@ at all (`Facts.permanent`: a missing path, image or program; a judge whose progr
 shell's status 126 or 127 without a call). The next start of the rollout or training starts sessions
 with a status of `STARTED_AGAIN` again. All others are final: the same command uses them again.
 After `give_up_after` consecutive infrastructure failures on a node the node gets no more sessions
-(`Failures`), and without a node the rollout stops. Sessions without a completed call and unjudged ones count as such, because they
-too say nothing of the policy.
+(`Failures`), and without a node the rollout stops. Sessions without a completed call and unjudged
+ones count as such, because they too say nothing of the policy.
 
 **What becomes a reward.** The judge's number. A session without a completed call is not judged and
 has none, whatever its status: there is nothing of the policy's to judge. `infrastructure` and

@@ -180,7 +180,7 @@ def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder that is final (not `STARTED_AGAIN`), by group and index."""
+    """Sessions with a final row in the run folder (not `STARTED_AGAIN`), by group and index."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
         attempts: list[tuple[int, int, Seat, Session]] = []
