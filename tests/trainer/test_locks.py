@@ -84,7 +84,7 @@ def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(
         with refused, rollout_lock(run):
             pass
     entered = threading.Event()
-    monkeypatch.setattr(mitmdump, "LEFT_SECONDS", 3600.0)
+    monkeypatch.setattr(locks, "LEFT_SECONDS", 3600.0)
 
     def start():
         with rollout_lock(run):
