@@ -1,8 +1,8 @@
 """The recorded conversations of a session, and which of its calls a request could continue.
 
 `History.match` compares the messages of a request with the recorded conversations of its session
-and finds candidates. `Conversations._continue` decides: it renders all messages if several calls
-fit equally well, or if the renderer cannot continue the call. The kinds of a match:
+and finds candidates. `Conversations.prompt` decides: it renders all messages if several calls fit
+equally well, or if the renderer cannot continue the call. The kinds of a match:
 
     bridged     they begin with a call's conversation and reply: the prompt is that call's prompt,
                 its sampled tokens, and the tokens of the new messages
@@ -63,7 +63,7 @@ class Turn:
     opening: bytes = b""
     """The `Prompt.opening`."""
     reasoning: str = ""
-    node: "Node | None" = None
+    node: "Prefix | None" = None
     """The conversation with the reply."""
     textless: bytes | None = None
     """Digest of the conversation and the reply without its text, if it has text beside calls."""
@@ -104,8 +104,8 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """A prefix of recorded conversations, or a conversation with its reply."""
+class Prefix:
+    """The first messages of recorded conversations, or a conversation with its reply."""
 
     digest: bytes
     """Digest of the tools, the echo rule and all messages."""
@@ -113,17 +113,17 @@ class Node:
     """The first call that had it. Empty for tools without messages."""
     excerpt: str = ""
     """The first `_EXCERPT` characters of its last message in the canonical form."""
-    newest: "Node | None" = None
+    newest: "Prefix | None" = None
     """The prefix with the newest message that followed it."""
     asked: tuple[Turn, ...] = ()
-    """The calls whose conversation it is."""
+    """The calls that were asked with it."""
     turns: tuple[Turn, ...] = ()
-    """The calls whose conversation and reply it is."""
+    """The calls whose reply is its last message."""
     changed: str | None = None
     """The call whose reply was its last message, changed by a request that was rendered."""
 
     @property
-    def reply(self) -> "Node | None":
+    def reply(self) -> "Prefix | None":
         """The newest reply to it."""
         return self.asked[-1].node if self.asked else None
 
@@ -133,7 +133,7 @@ class Conversation:
     """The messages of a request, or those after a recorded call."""
 
     model_call: ModelCall
-    path: list[Node]
+    path: list[Prefix]
     """The recorded prefixes: `path[n]` has `messages[:n]` after all that is before them. The first
     one may have no messages, and is there even if it was not recorded."""
 
@@ -156,7 +156,7 @@ class RecentRequest:
 
     messages: list[Message]
     """The messages after the leading system messages: the parts of the request have them too."""
-    path: list[Node]
+    path: list[Prefix]
     """The recorded prefixes, from that of the leading system messages to the newest message, or to
     where a reply was recorded since."""
 
@@ -219,7 +219,7 @@ class History:
         """True when calls could not be read back: an assistant message may be the reply of one."""
         self.turns: dict[str, Turn] = {}
         """Call -> its turn."""
-        self._nodes: dict[bytes, Node] = {}
+        self._nodes: dict[bytes, Prefix] = {}
         """Digest of a prefix -> its node."""
         self._issued: dict[bytes | str, str] = {}
         """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the
@@ -245,7 +245,7 @@ class History:
             del self._recent[part]
         return conversation
 
-    def _read_before(self, system: Node, messages: list[Message]) -> list[Node]:
+    def _read_before(self, system: Prefix, messages: list[Message]) -> list[Prefix]:
         """Return the path after the system messages as far as a recent request has it.
 
         Of the requests that these messages go on, only the nearest is still needed.
@@ -276,7 +276,7 @@ class History:
         start = parent.node if parent else None
         if start is None:
             digest = first_digest(model_call)
-            start = self._nodes.get(digest) or Node(digest)
+            start = self._nodes.get(digest) or Prefix(digest)
         return self._follow(Conversation(model_call, [start]))
 
     def match(self, conversation: Conversation) -> Match:
@@ -336,8 +336,8 @@ class History:
     def _add_reply(
         self,
         turn: Turn,
-        asked: Node,
-        node: Node,
+        asked: Prefix,
+        node: Prefix,
         reply: Message,
         model_call: ModelCall,
     ) -> None:
@@ -359,8 +359,8 @@ class History:
         for tool_call in tool_calls:
             self._issued[tool_call["id"]] = turn.call_id
 
-    def _node(self, digest: bytes, call_id: str, excerpt: str) -> Node:
-        return self._nodes.setdefault(digest, Node(digest, call_id, excerpt))
+    def _node(self, digest: bytes, call_id: str, excerpt: str) -> Prefix:
+        return self._nodes.setdefault(digest, Prefix(digest, call_id, excerpt))
 
     def _follow(self, conversation: Conversation) -> Conversation:
         """Extend the path of a conversation as far as its messages were recorded. Return it."""
@@ -372,7 +372,7 @@ class History:
             path.append(node)
         return conversation
 
-    def _after(self, node: Node, message: Message, model_call: ModelCall) -> Node | None:
+    def _after(self, node: Prefix, message: Message, model_call: ModelCall) -> Prefix | None:
         """Return a prefix with the message after it, None if that was not recorded.
 
         For a changed echo it is the prefix with the recorded reply.
@@ -461,7 +461,7 @@ class History:
         return _difference(conversation, len(conversation.path) - 1, followed)
 
 
-def _difference(conversation: Conversation, index: int, theirs: Node) -> str:
+def _difference(conversation: Conversation, index: int, theirs: Prefix) -> str:
     model_call = conversation.model_call
     ours = canonical(model_call.messages[index], model_call)
     difference = describe_difference(ours, theirs.excerpt)
@@ -478,9 +478,9 @@ def _shared(ours: list[Message], theirs: list[Message]) -> int:
     return shared
 
 
-def _replies_ahead(node: Node) -> list[Node | None]:
+def _replies_ahead(node: Prefix) -> list[Prefix | None]:
     """Return the replies among the messages that followed a prefix, None for the others."""
-    ahead: list[Node | None] = []
+    ahead: list[Prefix | None] = []
     while node.newest is not None:
         ahead.append(node.reply)
         node = node.newest

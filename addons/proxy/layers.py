@@ -148,7 +148,7 @@ class Http(HttpLayer):
         self._report = report
         self._is_ours = is_ours
         # mitmproxy keeps a connection that exists; otherwise a client could choose HTTP/2
-        self.connections[context.client] = _Server(context.fork(), report)
+        self.connections[context.client] = _ClientSide(context.fork(), report)
 
     def handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
         """Handle an event. An error in mitmproxy's layers costs this connection, and is
@@ -174,7 +174,7 @@ class Http(HttpLayer):
             opened: Any = self.connections[command.connection]
             while not isinstance(opened, HttpClient):
                 opened = opened.child_layer  # TLS
-            opened.child_layer = _Client(opened.context, self._report)
+            opened.child_layer = _HostSide(opened.context, self._report)
             opened._handle_event = opened.child_layer.handle_event
             yield from opened.child_layer.handle_event(events.Start())
         yield from super().register_connection(command)
@@ -193,7 +193,8 @@ class _Stream(HttpStream):
         meanwhile."""
 
     def handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
-        """Handle an event. Closes a connection whose body does not wait."""
+        """Handle an event. Close the connection when more than `WAITING_LIMIT` bytes of a body
+        wait."""
         if self._paused and isinstance(event, RequestData):
             self._kept += len(event.data)
         else:
@@ -310,7 +311,7 @@ def _is_error(command: commands.Command) -> bool:
     return isinstance(command, ReceiveHttp) and isinstance(command.event, errors)
 
 
-class _Client(_Peer, Http1Client):
+class _HostSide(_Peer, Http1Client):
     """The side of a host: it gets requests, and sends replies."""
 
     _interim = 0
@@ -349,8 +350,11 @@ class _Client(_Peer, Http1Client):
         request: bool = False,
         response: bool = False,
     ) -> layer.CommandGenerator[None]:
-        """Note that a message is complete. A reply may be before its request is: what follows it is
-        no second one."""
+        """Note that a message is complete.
+
+        A reply may be complete before its request: then wait, so that later bytes are not read as a
+        second reply.
+        """
         yield from super().mark_done(request=request, response=response)
         if self.response_done and not self.request_done:
             self.state = self.wait
@@ -364,7 +368,7 @@ class _Client(_Peer, Http1Client):
             yield ReceiveHttp(error)
 
 
-class _Server(_Peer, Http1Server):
+class _ClientSide(_Peer, Http1Server):
     """The side of a client: it sends requests, and gets replies."""
 
     def read_headers(self, event: events.ConnectionEvent) -> layer.CommandGenerator[None]:

@@ -102,6 +102,7 @@ EventKind = Literal[
     "stored",
     "ended",
 ]
+"""Kind of an event: the table of `Event` and recipes/site/pages/dataset.md say what each means."""
 
 
 def json_text(value: Any) -> str:

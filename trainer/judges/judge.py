@@ -10,6 +10,10 @@ which, and is judged once per task: before the first session of a rollout, else 
 A judge that has a verdict on it and twice none with the agent's changes was broken by these, and
 the reward is the worst of the judge's range. Without a verdict on the untouched start, the session
 is unjudged.
+
+`_judge` goes through the judges of a task. `_attempt` asks one of them once, by pytest's report if
+its command names pytest. `_ask` opens the checkout, in which `_ask_in` asks. `_judge_start` is an
+attempt on the untouched start.
 """
 
 import dataclasses
@@ -82,12 +86,12 @@ async def fault_on_start(job: JudgeJob) -> str:
     for spec in judges_of(job.task.effective_judge):
         if isinstance(spec, LLMJudge | PythonJudge):
             continue
-        start = await _judge_start(spec, job)
-        if start.unjudged is None:
+        untouched = await _judge_start(spec, job)
+        if untouched.unjudged is None:
             continue
-        found = f"has no verdict on the untouched start: {start.unjudged}"
+        found = f"has no verdict on the untouched start: {untouched.unjudged}"
         why = f"its judge, {shlex.join(spec.command)}, {found}"
-        if start.lacks:
+        if untouched.lacks:
             return f"{why}. Install it for the judge, or name another program in its command"
         logger.warning("task %s: %s. A session that leaves it so is unjudged", job.task.id, why)
     return ""
@@ -190,9 +194,9 @@ async def _without_verdict(first: Judged, spec: OneJudge | LLMJudge, job: JudgeJ
     """Return the judgement of a session whose judge has no verdict."""
     if not first.broke or not job.changes:
         return first
-    start = await _judge_start(spec, job)
-    if start.reward is None:
-        both = f"{first.unjudged}; on the untouched start: {start.unjudged}"
+    untouched = await _judge_start(spec, job)
+    if untouched.reward is None:
+        both = f"{first.unjudged}; on the untouched start: {untouched.unjudged}"
         return dataclasses.replace(first, unjudged=both)
     last = first
     # a load of this machine passes, a second writer of a verdict was no load
@@ -206,7 +210,7 @@ async def _without_verdict(first: Judged, spec: OneJudge | LLMJudge, job: JudgeJ
     evidence = {
         **last.evidence,
         "broke_judge": first.unjudged,
-        "untouched_start": start.reward,
+        "untouched_start": untouched.reward,
     }
     return Judged(reward=worst_reward(spec), evidence=evidence)
 
@@ -219,8 +223,8 @@ async def _against_start(judged: Judged, spec: OneJudge | LLMJudge, job: JudgeJo
     """
     canary = judged.evidence.get("canary")
     if canary is not None and judged.parts.get("pass_to_pass") == 0.0:
-        start = await _judge_start(spec, job)
-        if start.parts.get("pass_to_pass"):
+        untouched = await _judge_start(spec, job)
+        if untouched.parts.get("pass_to_pass"):
             return judged
         why = "no test of 'pass_to_pass' passes on the untouched start"
         why += f"; the output of the judge is in {job.log.name}"
@@ -229,9 +233,9 @@ async def _against_start(judged: Judged, spec: OneJudge | LLMJudge, job: JudgeJo
     is_odd = bool(judged.evidence.get("rewritten")) or canary == "absent"
     if judged.reward == worst or not is_odd:
         return judged
-    start = await _judge_start(spec, job)
+    untouched = await _judge_start(spec, job)
     try:
-        forgery = _forgery(judged, start)
+        forgery = _forgery(judged, untouched)
     except UnjudgedError as error:
         return Judged(unjudged=str(error), evidence=judged.evidence)
     if forgery is None:
@@ -239,22 +243,22 @@ async def _against_start(judged: Judged, spec: OneJudge | LLMJudge, job: JudgeJo
     return dataclasses.replace(judged, reward=worst).and_evidence(forged_report=forgery)
 
 
-def _forgery(judged: Judged, start: Judged) -> str | None:
+def _forgery(judged: Judged, untouched: Judged) -> str | None:
     """Return why a verdict is a forger's, or None.
 
     Signs of it are files or limits of the judge that were changed while it ran, and a report
-    without the tests that must fail, unless the untouched `start` has the same sign.
+    without the tests that must fail, unless the judgement of the untouched start has the same sign.
 
     Raises `UnjudgedError` for such a report if the untouched start has no report to compare.
     """
     rewritten = set(judged.evidence.get("rewritten", ()))
-    if rewritten - set(start.evidence.get("rewritten", ())):
+    if rewritten - set(untouched.evidence.get("rewritten", ())):
         return "the judge's own files or limits were changed while it ran"
-    if judged.evidence.get("canary") != "absent" or start.evidence.get("canary") == "absent":
+    if judged.evidence.get("canary") != "absent" or untouched.evidence.get("canary") == "absent":
         return None
-    if start.reward is None:
+    if untouched.reward is None:
         why = "the report lacks the tests that must fail, and the untouched start has no report"
-        raise UnjudgedError(f"{why}: {start.unjudged}")
+        raise UnjudgedError(f"{why}: {untouched.unjudged}")
     return "the report lacks tests that pytest ran on the untouched start"
 
 
@@ -302,14 +306,14 @@ async def _attempt(spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     by_report = _by_report(spec)
     if by_report is None:
         return await _ask(spec, job)
-    is_start = job.folders is None
-    if is_start:
+    judges_start = job.folders is None
+    if judges_start:
         judged = await _ask(by_report, job)
         if judged.reward is None:
             return await _ask(spec, job)
     else:
-        start = await _judge_start(spec, job)
-        if "canary" not in start.evidence:  # without a report
+        untouched = await _judge_start(spec, job)
+        if "canary" not in untouched.evidence:  # without a report
             return await _ask(spec, job)
         judged = await _ask(by_report, job)
         if judged.reward is None:

@@ -53,10 +53,10 @@ class JudgeJob:
     Attributes:
         name: Of the session, or one derived from it.
         logs: Folder for the judge's output.
-        result: What the agent left; None for the baseline, the untouched start.
+        folders: What the agent left; None when the untouched start is judged.
         changes: The agent's changes against the start: `judge` finds them.
         engine_urls: The policy's engines.
-        ahead: The workspace of the first checkout for the result.
+        ahead: The workspace of the first checkout for the session.
         network: The recorder, for a judge with `allow`; None where no rollout runs.
     """
 

@@ -42,7 +42,7 @@ class Member:
     """A node that runs sessions.
 
     Attributes:
-        silent: Its engines that did not answer, when sessions of its last report had failed.
+        silent: Its engines that did not answer. They are asked only after failed sessions.
         config: The configuration, with as many sessions at once as it runs.
         number: Number of its last report that was written.
         seen: Time of that report, on the monotonic clock.
@@ -64,7 +64,7 @@ class Fleet:
 
     `setup` is theirs, with the engines of all.
 
-    `open` and `connect` raise `InputError` when no cluster answers. Other methods raise
+    `open` and `cluster.connect` raise `InputError` when no cluster answers. Other methods raise
     `RolltapError` for what failed on a node, and `NodeLostError`; `OSError` is for the run folder
     alone.
     """
@@ -141,7 +141,7 @@ class Fleet:
         config = self.setup.config.model_copy(update={"concurrency": slots})
         setup = replace(self.setup, engine=engine, config=config)
         member = Member(name, config, engine, None)
-        self.members[name] = member
+        self.members[name] = member  # now: nodes that join at once are dealt other engines
         actor = f"{self._name}-{node.ray_id[:16]}-{secrets.token_hex(2)}"
         found = None
         if late:
@@ -226,13 +226,14 @@ class Fleet:
         why: str = "",
         sessions: Collection[str] = (),
     ) -> LostSessions:
-        """End a member's actor. Its `sessions` that ran get a row that says why."""
+        """Drop a member, and write the rows of its `sessions` that ran, which say why."""
         self.drop(member)
         lost: LostSessions = await self.write("end_node", member.name, why, sessions)
         return lost
 
     def drop(self, member: Member) -> None:
-        """End a member's actor. It may become a member again after a while."""
+        """Kill a member's actor and take it off the members, without rows. It may become a member
+        again after a while."""
         self.members.pop(member.name, None)
         self._resting[member.name] = time.monotonic() + AGAIN_SECONDS
         self.kill(member)

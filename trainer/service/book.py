@@ -1,6 +1,7 @@
 """The groups of a service, as its journal has them: the events, and what a start makes of them.
 
-What a damaged or foreign line holds is no event.
+A line that is damaged, or cannot follow the lines before it, is set aside: it keeps its number and
+changes nothing.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self, assert_never, get_args
 
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError, model_validator
 
@@ -101,7 +102,8 @@ _EVENT_KINDS = tuple(_kinds())
 
 @dataclass(slots=True)
 class AcceptedGroup:
-    """A group, by the numbers of its events. `digest` is that of its request."""
+    """The part of a group that is kept after its end: the numbers of its events, which `Book.view`
+    reads again, and the digest of its request."""
 
     number: int
     digest: str
@@ -188,13 +190,15 @@ class GroupBook:
             group.stopped.add(SessionName.parse(event.session_id).place)
         elif isinstance(event, GroupEnded):
             self.close(event.id, number)
-        else:
+        elif isinstance(event, SessionEnded):
             place = SessionName.parse(event.session_id).place
             if event.session_id in group.known or place not in group.request.session_ids:
                 what = f"no session {event.session_id} that runs"
                 raise InputError(f"the group {event.id} has {what}")
             accepted.sessions.append(number)
             group.known[event.session_id] = event.status
+        else:
+            assert_never(event)
 
     def accept(self, number: int, request: GroupRequest, task_digest: str) -> OpenGroup:
         """Take a request with the number of its event."""

@@ -289,7 +289,7 @@ def trace_calls(
     left_out: list[TokenSpan] = []
     for number, call in enumerate(calls):
         for span in _spans(call, reasons[number], selection):
-            if span.reason is None:
+            if span.reason is None:  # at most the middle one
                 trained[number] = span
             else:
                 left_out.append(span)
@@ -351,7 +351,7 @@ def classify_calls(
     parents, superseded = link_calls(calls)
     reasons: list[LeftOut | None] = []
     for number, call in enumerate(calls):
-        reason = _fault(call, missing)
+        reason = _untrainable(call, missing)
         if reason is None and call.role not in roles:
             reason = call.role
         if reason is None and number in superseded:
@@ -360,7 +360,7 @@ def classify_calls(
     return parents, reasons
 
 
-def _fault(call: Call, missing: Mapping[str, LeftOut]) -> LeftOut | None:
+def _untrainable(call: Call, missing: Mapping[str, LeftOut]) -> LeftOut | None:
     """Return why no token of the call could be trained, whatever its age, or None.
 
     A completed call that sampled nothing has no log-probabilities, so it is `missing_logprobs`,

@@ -16,7 +16,7 @@
                   = in the loss
 
 `LeftOut` says what each reason means. A call, and a token of it, has one reason: the first that
-holds, in the order of `LeftOut`. The code of each step asks in this order: `_fault`,
+holds, in the order of `LeftOut`. The code of each step asks in this order: `_untrainable`,
 `classify_calls` and `_spans` of build.py, then `label_session`. Who adds or moves a reason changes
 both, and the table of recipes/site/pages/traces.md; only the place of `stale` is read from
 `LeftOut`. A training from recorded runs (`training/offline.py`) gives `no_signal` too.

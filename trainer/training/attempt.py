@@ -68,6 +68,11 @@ def offline_fingerprint(
 
 
 def _fingerprint(recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Return what decides the steps of every training.
+
+    A key of `Recipe` that decides a step is named here, or in `online_fingerprint` if it is for
+    rollouts: a key that is not named may differ when a training goes on.
+    """
     grpo = recipe.grpo
     values: dict[str, Any] = {"seed": seed, "model": str(recipe.model), "dtype": dtype_of(recipe)}
     values |= recipe.model_dump(

@@ -67,7 +67,8 @@ longer trace. NCCL does not notice a lost process: then the launcher, or this ti
 
 class Source:
     """Rows of a training, and their batches. Every process has one, and the main process alone
-    calls it."""
+    calls it: `check`, `claim` and `begin`; for each batch `before_batch` and the source itself; for
+    each optimizer step `check_step`; at the end `finish`."""
 
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """`Phases.of` of the training."""

@@ -68,8 +68,11 @@ def typed_recipe(recipe: Recipe, engine: str) -> Recipe:
 
 
 class OnlineTraces(Source):
-    """`engine` is the URL of a vLLM server, or several with commas. `steal` takes them from another
-    training."""
+    """Batches of the rollouts that a training makes.
+
+    `engine` is the URL of a vLLM server, or several with commas. `steal` takes them from another
+    training.
+    """
 
     def __init__(
         self,
@@ -146,10 +149,10 @@ class OnlineTraces(Source):
         about = f"the training {self._run.absolute()} {place}, since {utc_now():%F %T} UTC"
         stack.enter_context(self._engines.claimed(attempt.run, about, steal=self._steal))
         stack.enter_context(self._worker)
-        self.take(attempt, Serving(recipe, self._engines, folder, self._run), stack)
+        self.open_run(attempt, Serving(recipe, self._engines, folder, self._run), stack)
         return attempt
 
-    def take(self, attempt: Attempt, serving: Serving, stack: ExitStack) -> None:
+    def open_run(self, attempt: Attempt, serving: Serving, stack: ExitStack) -> None:
         """Take what the claims gave, read what the run folder has already, and open the
         rollouts."""
         recipe = self._recipe
@@ -245,7 +248,7 @@ class OnlineTraces(Source):
             sessions = [self._revision(name, number) for name, number in trained.sessions]
             batch = self._load(sessions, version, trained.stale)
         else:
-            groups, stale = self._take(version)
+            groups, stale = self._take_groups(version)
             sessions = [session for group in groups for session in group.sessions]
             self._require_reward(sessions, version)
             self._serving.engines.require_owned()
@@ -303,7 +306,7 @@ class OnlineTraces(Source):
         """Return the sessions of a group that need not be run."""
         return self._finished.of(group, self._version(), self._trace_options.max_staleness)
 
-    def _take(self, version: Version) -> tuple[list[CompleteGroup], list[str]]:
+    def _take_groups(self, version: Version) -> tuple[list[CompleteGroup], list[str]]:
         """Return the groups of a step, by number, and the ids of the sessions of groups that were
         too old.
 
@@ -428,6 +431,7 @@ class OnlineTraces(Source):
         self._require_own_tokens(batch, rows, version)
         if stale:
             late = read_batch(self._sessions, stale, options)
+            # nothing in them is trained (`is_stale`): their tokens have another reason
             for name, account in late.accounts.items():
                 batch.accounts[name] = account.leave_out("stale")
             batch.ledger += late.ledger

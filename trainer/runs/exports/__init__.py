@@ -4,6 +4,8 @@
 that exists. It reports its progress in sessions to `advance`, and returns the number of records
 written: rows, trajectories or conversations. The caller makes `out` atomic: it stages the folder
 and renames it when `export` returns.
+
+Secrets are kept: only `push_to_hub` leaves out sessions with one.
 """
 
 from collections.abc import Callable
