@@ -256,8 +256,7 @@ Judge = Annotated[
 ]
 _JUDGES = get_args(get_args(Judge)[0])
 JUDGE_KINDS: tuple[str, ...] = tuple(kind.model_fields["kind"].default for kind in _JUDGES)
-"""Names of the judges: values of `kind`. A new kind is added wherever `LLMJudge` or `PythonJudge` is
-used."""
+"""Names of the judges: values of `kind`. A new kind is added wherever another kind is named."""
 WeightedJudge.model_rebuild()
 
 
