@@ -31,14 +31,14 @@ from tests.deep import cases
 
 SWE = ROOT / "recipes" / "swe"
 README = SWE / "README.md"
+HYBRID = "one-gpu-lora.toml"
 RECIPES = sorted(path.name for path in SWE.glob("*.toml"))
-PLANNED = cases(RECIPES, 3, 4)  # a hybrid, and experts
+PLANNED = cases(RECIPES, RECIPES.index(HYBRID))
 HARNESSES = ["codex", "claude-code", "qwen-code", "pi"]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The following:RuntimeWarning"
 )  # PEFT, of patterns for experts
 _numbers = {}
-HYBRID = "one-gpu-lora.toml"
 VERSIONS = {"0.32": "ROLLTAP_VLLM", "0.33": "ROLLTAP_VLLM_NEXT"}
 """Versions of vLLM -> the variable that names its program."""
 

@@ -93,7 +93,7 @@ def test_a_start_waits_until_all_recorders_of_a_killed_process_have_ended(
     waiting = threading.Thread(target=start)
     waiting.start()
     while still not in caplog.text:
-        assert not entered.is_set()
+        assert not entered.wait(0.01)
     os.kill(left[0], signal.SIGKILL)
     assert wait_until_dead(left[0])
     with pytest.raises(RunError, match="another rollout or training runs"), rollout_lock(run):

@@ -77,7 +77,7 @@ class Driver:
             await self.sessions.began[name].wait()
         known = set()
         while not known.issuperset(names):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
             if (self.run_folder / "run.json").exists():
                 known = {row["session_id"] for row in read_rows(self.run_folder, "events")}
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -122,6 +123,7 @@ def wait_for_begun(run, number):
     while started < number:
         if (run / "run.json").exists():
             started = sum(row["kind"] == "session_started" for row in read_rows(run, "events"))
+        time.sleep(0.05)  # the nodes need the cores
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.deep)])

@@ -5,6 +5,7 @@ import os
 import signal
 import ssl
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -25,7 +26,7 @@ NOWHERE = "http://127.0.0.1:9"
 def kill(process):
     os.kill(process.pid, signal.SIGKILL)
     while not process.ended:
-        pass
+        time.sleep(0.01)
 
 
 def ask(recorder, session_id, content="Hello"):

@@ -139,8 +139,9 @@ class BadDay:
             killed = False
             for process, command in processes(str(self.folder)).items():
                 if name in command:
-                    os.kill(process, signal.SIGKILL)
-                    killed = True
+                    with suppress(ProcessLookupError):  # it has ended by itself
+                        os.kill(process, signal.SIGKILL)
+                        killed = True
             return killed
         return True
 

@@ -193,6 +193,7 @@ async def test_health_says_what_is_wrong_and_needs_no_token(service, scripted):
     health = rolltap.AsyncClient(service.url).health
     found = await health()
     while "the recorder is starting" in found["problems"]:
+        await asyncio.sleep(0.01)
         found = await health()
     assert found == {"ok": True, "problems": [], "warnings": []}
     scripted.answers["/health"] = Answer(500, "")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections import Counter
 from contextlib import ExitStack
 
@@ -117,7 +118,7 @@ def test_deadlines_and_cancels_act_while_no_engine_answers(tokenizer, serve):
     os.kill(service.recorders()[0], signal.SIGKILL)
     service.submit(id="notices", sessions=1)
     while "does not answer" not in str(service.client.get("/health").json()["problems"]):
-        pass
+        time.sleep(0.01)
     late = next(f"late-{seconds}" for seconds in (1, 10, 100) if submitted(service, seconds))
     assert service.events_of(late)[-1][2]["state"] == "expired"
     service.submit(id="cancelled")
@@ -216,7 +217,7 @@ def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scrip
     _, unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
     scripted.release()
     while "File too large" not in "".join(service.client.get("/health").json()["problems"]):
-        pass
+        time.sleep(0.01)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
     kinds = [kind for _, kind, _ in service.events_of("held")]
     assert kinds == ["accepted", "session", "ended"]

@@ -145,10 +145,11 @@ def test_tasks_that_are_all_alike_have_an_interval_with_a_width(reward):
             assert interval.high - interval.low > 0.02
 
 
+SIZES = [(1, 8), (1, 2), (3, 8), (3, 2), (5, 8), (8, 2), (30, 1)]
+
+
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(
-    ("tasks", "sessions"), [(1, 8), (1, 2), (3, 8), (3, 2), (5, 8), (8, 2), (30, 1)]
-)
+@pytest.mark.parametrize(("tasks", "sessions"), cases(SIZES, 1, 3, 5))
 def test_two_runs_that_are_alike_seldom_differ(tasks, sessions, whole):
     rng = np.random.default_rng(1)
 
