@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,8 @@ class BadLuck:
         elif act == "kill the recorder":
             for process, command in processes(f"rolltap_out={self._run}").items():
                 if "mitmdump" in command:
-                    os.kill(process, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it has ended by itself
+                        os.kill(process, signal.SIGKILL)
         elif act == "restart the engine":
             self._restarting = threading.Thread(target=self._restart)
             self._restarting.start()
