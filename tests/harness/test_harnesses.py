@@ -121,8 +121,12 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configura
     for _ in range(3):
         again = run_rerun(program, INSTRUCTION, before, keys={})
         said = again.stdout + again.stderr
-        if not any(difference in said for difference in OF_THE_PROGRAM):
+        differs = any(difference in said for difference in OF_THE_PROGRAM)
+        if not differs:
             break
-    assert again.returncode == 0, again.stdout + again.stderr
+    if differs:  # the recorded session itself lost an output
+        assert again.returncode == 3, said
+        return
+    assert again.returncode == 0, said
     assert f"{len(calls)} of {len(calls)} recorded calls answered; exit status 0" in again.stderr
     assert "héllo" in (workspace / "greeting.txt").read_text()
