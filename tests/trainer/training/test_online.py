@@ -188,7 +188,7 @@ class Loop:
             log_metrics=self.log,
         )
         with ExitStack() as stack:
-            source.take(Attempt(RUN, attempt), self, stack)
+            source.open_run(Attempt(RUN, attempt), self, stack)
             yield source
 
     def open_runner(self, advance, *, share):
