@@ -197,7 +197,7 @@ def shape(value):
 
 def events(url: str, body: dict, headers: httpx.Headers) -> list:
     with httpx.stream(
-        "POST", url + "/inference/v1/generate", json=body, headers=headers, timeout=60
+        "POST", url + "/inference/v1/generate", json=body, headers=headers, timeout=600
     ) as response:
         assert response.status_code == 200
         return [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
@@ -211,9 +211,10 @@ class TestContract:
         sampling = {**NEUTRAL_SAMPLING, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": sampling}
         scripted_engine.replies.append(Say("one two", finish_reason="length"))
-        real, scripted = (
-            events(url, body, engine.http.headers) for url in (engine.url, scripted_engine.url)
-        )
+        real = []
+        while len(real) < 3:  # a busy vLLM can send all tokens in one event
+            real = events(engine.url, body, engine.http.headers)
+        scripted = events(scripted_engine.url, body, engine.http.headers)
         assert real[-1] == scripted[-1] == "[DONE]"
         # vLLM repeats the sampled token's entry under top_logprobs; the client does not read it
         for data in (real, scripted):
