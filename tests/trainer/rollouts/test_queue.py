@@ -501,6 +501,17 @@ def test_sessions_wait_without_a_node_and_their_deadline_acts():
     assert queue.advance(5.0) == [Action("close", "g")]
 
 
+def test_the_deadline_of_a_group_that_has_ended_is_not_that_of_a_later_one_with_its_name():
+    queue = queue_of(ONE)
+    queue.submit("g", ["g0"], deadline=5.0)
+    queue.advance(0.0)
+    queue.ended("g0", 1.0)
+    assert queue.advance(1.0) == [Action("close", "g")]
+    queue.submit("g", ["g1"], deadline=50.0)
+    assert queue.due() == 50.0
+    assert names(queue.advance(5.0), "stop") == []
+
+
 class Unwalkable(dict):
     """A dict of which single keys can be looked up."""
 
