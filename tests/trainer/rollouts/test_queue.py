@@ -512,6 +512,17 @@ def test_the_deadline_of_a_group_that_has_ended_is_not_that_of_a_later_one_with_
     assert names(queue.advance(5.0), "stop") == []
 
 
+def test_the_place_of_a_group_that_has_ended_is_not_that_of_a_later_one_with_its_name():
+    queue = queue_of()
+    queue.submit("g", ["g0"], priority=1)
+    queue.cancel("g")
+    assert queue.advance(0.0) == [Action("close", "g")]
+    queue.submit("older", ["o"])
+    queue.submit("g", ["g1"])
+    queue.add_node("here", ONE)
+    assert names(queue.advance(0.0), "prepare") == ["o"]
+
+
 class Unwalkable(dict):
     """A dict of which single keys can be looked up."""
 
