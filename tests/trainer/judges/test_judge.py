@@ -149,12 +149,15 @@ async def test_a_start_is_judged_once_for_all_sessions_of_a_task(tmp_path, monke
     assert len(module._baselines) == 0
 
 
-@pytest.mark.parametrize(("status", "reward"), [(0, 0.0), (7, None)])
+@pytest.mark.parametrize(("status", "reward"), [(0, 1.0), (7, None)])
 async def test_sessions_that_need_it_together_have_the_start_judged_once(tmp_path, status, reward):
-    left = Left(tmp_path, {}, did={"made": ""})
-    spec = shell(f"test -e made && exit 9; echo x >> {tmp_path}/count; exit {status}")
-    judged = await asyncio.gather(*[left.judge(spec) for _ in range(4)])
-    assert [each.reward for each in judged] == [reward] * 4
+    result = "status" if reward else "number"
+    script = f"echo x >> {tmp_path}/count; exit {status}"
+    job = Left(tmp_path, {}).job(shell(script, result=result))
+    # a start without a verdict is judged again by who asks later: all ask at once
+    asked = [module._judge_start(job.task.judge, job) for _ in range(4)]
+    starts = await asyncio.gather(*asked)
+    assert [start.reward for start in starts] == [reward] * 4
     assert (tmp_path / "count").read_text() == "x\n"
 
 
